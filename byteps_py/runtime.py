@@ -93,6 +93,10 @@ class Codecs(Protocol):
 
     def decode(self, coding: Coding, source: int, outputs: Sequence[int], divisor: int, given: int) -> None: ...
 
+    def encode_change(self, coding: Coding, source: int, results: Sequence[int], output: int) -> None: ...
+
+    def decode_change(self, coding: Coding, source: int, results: Sequence[int]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:

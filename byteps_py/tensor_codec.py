@@ -223,6 +223,10 @@ class Codec:
         return f"{self.kind.name.lower()}{share}{levels}{seed}{f' with {also}' if also else ''}"
 
 
+#: The codec of what parameters change by in a step.
+CHANGES = Codec(CodecKind.INT8)
+
+
 def _entries(name: str, ratio: float) -> int:
     if not 0 < ratio <= 1:
         raise UsageError(f"{name} sends a share above 0 and up to 1 of a tensor, not ratio={ratio!r}")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from byteps_py.errors import UsageError
-from byteps_py.tensor_codec import Codec
+from byteps_py.tensor_codec import CHANGES, Codec
 from byteps_py.wording import count_text, ranks_text
 
 MAX_NAME_BYTES = 1024
@@ -160,7 +160,8 @@ class TensorSpec:
             SUM is placed and answered as one without owners, and a BROADCAST stays on its machine.
         remark: a sentence for ``bps status``, at most 256 bytes. Ranks may give different ones.
         codec: the form in which a SUM of floating elements of at most 32 bits travels between machines, if several take
-            part; None for that of its dtype.
+            part; None for that of its dtype. CHANGES of a BROADCAST of float32, with one owner for each partition: what
+            travels is added to the result of the round before.
         staleness: of an ACCUMULATE, by how many rounds a machine may be ahead of the slowest one, at least 1, or
             NO_BOUND: it gets the sum once each machine has given to the round ``staleness`` before. 0 for other
             operations.
@@ -241,6 +242,8 @@ class TensorSpec:
                 f"{what} is for float32, float16 and bfloat16, not for {self.dtype.name.lower()}: give it none"
             )
         has_one_owner = bool(self.ownership) and not self.is_replicated
+        if self.op is Op.BROADCAST and has_one_owner and codec == CHANGES and self.dtype is DType.FLOAT32:
+            return
         if self.op is not Op.SUM or self.scatters or (has_one_owner and codec.needs_answers) or self.is_shadowed:
             raise UsageError(
                 f"{what} is for sums and averages that all machines get, not for a "

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from byteps_py import kernels
 from byteps_py.kernels import Report
@@ -110,6 +111,28 @@ def decode(coding: Coding, source: int, outputs: Sequence[int], divisor: int, gi
     table = _table(coding, outputs, given)
     arguments = (source, table.buffer_info()[0], len(outputs), coding.count, divisor)
     _kernel("decode", coding.codec, coding.dtype)(*arguments)
+
+
+def encode_change(coding: Coding, source: int, results: Sequence[int], output: int) -> None:
+    """Code what the float32 numbers at ``source`` differ by from those at ``results``, which are all alike, to
+    ``output``; add what the code decodes to to the results. ``source`` is overwritten."""
+    change = _floats(source, coding.count)
+    np.subtract(change, _floats(results[0], coding.count), out=change)
+    encode(coding, (source,), output)
+    decode_change(coding, output, results)
+
+
+def decode_change(coding: Coding, source: int, results: Sequence[int]) -> None:
+    """Add what the code at ``source`` decodes to to the float32 numbers at each of ``results``."""
+    change = np.empty(coding.count, np.float32)
+    decode(coding, source, (change.ctypes.data,), 1, 0)
+    for result in results:
+        kept = _floats(result, coding.count)
+        np.add(kept, change, out=kept)
+
+
+def _floats(address: int, count: int) -> npt.NDArray[np.float32]:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
 
 def prepare(codec: Codec, dtype: DType) -> None:

@@ -4,6 +4,7 @@ Arguments: names of cases; none: all. Prints "NAME: right" on each rank."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from support.coded_sums import CodedSums
 import byteps_py as bps
 from byteps_py.errors import MismatchError
 from byteps_py.parallel.collectives import reduce_scatter_single
+from byteps_py.torch.compression import Compressor
 
 INT8 = bps.ProcessGroupOptions(compression=bps.Compression.int8)
 
@@ -36,11 +38,22 @@ def group_of(compression: object) -> dist.ProcessGroup:
 
 
 @case
-def all_reduce() -> None:
-    for compression in (bps.Compression.int8, bps.Compression.topk(0.05), bps.Compression.randomk(0.1)):
+def int8() -> None:
+    all_reduce([bps.Compression.int8], [torch.float32])
+
+
+@case
+def other_codecs() -> None:
+    all_reduce(
+        [bps.Compression.topk(0.05), bps.Compression.randomk(0.1)], [torch.float32, torch.bfloat16, torch.float32]
+    )
+
+
+def all_reduce(compressions: Sequence[type[Compressor]], dtypes: Sequence[torch.dtype]) -> None:
+    for compression in compressions:
         group, codec = group_of(compression), compression.codec
         assert codec is not None
-        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        for number, dtype in enumerate(dtypes):
             given = [contribution(rank, number, dtype) for rank in range(bps.size())]
             for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, bps.size())):
                 found = given[bps.rank()].clone()

@@ -105,3 +105,18 @@ class Codecs:
         result = from_floats(coding.dtype, decoded(answer)[: coding.count], divisor)
         for output in outputs:
             self._memory.at(output, coding.count * coding.dtype.itemsize)[:] = result
+
+    def encode_change(self, coding: Coding, source: int, results: Sequence[int], output: int) -> None:
+        change, kept = self._floats(source, coding), self._floats(results[0], coding)
+        data = coded([change - kept])
+        self._memory.at(output, len(data))[:] = data
+        self.decode_change(coding, output, results)
+
+    def decode_change(self, coding: Coding, source: int, results: Sequence[int]) -> None:
+        change = decoded(self._read(source, coding.codec.coded_nbytes(coding.count)))[: coding.count]
+        for result in results:
+            kept = self._floats(result, coding)
+            kept += change.astype(np.float32)
+
+    def _floats(self, address: int, coding: Coding) -> Any:
+        return self._memory.at(address, 4 * coding.count).view(np.float32)

@@ -21,6 +21,7 @@ from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, Part, RankSlot, Stage, Tensor
+from byteps_py.worker.io.coded_parts import CodedParts, ParameterChange
 from byteps_py.worker.io.executor import Executor
 
 from .mutations import Mutation
@@ -243,6 +244,28 @@ class CountElementsByCodedBytes(Mutation):
                     part.first = part.offset // tensor.spec.dtype.itemsize
 
 
+class GiveOwnRanksTheMasters(Mutation):
+    """Instead of what ranks of other machines get."""
+
+    class executor(Executor):
+        class coded_parts_class(CodedParts):
+            def change_of(self, step: MakeStep, results: Sequence[int]) -> ParameterChange | None:
+                change = super().change_of(step, results)
+                if change is None:
+                    return None
+                nbytes = 4 * change.coding.count
+
+                class Changed(ParameterChange):
+                    def finish(self) -> None:
+                        memory: Any = self.codecs._memory  # type: ignore[attr-defined]
+                        masters = memory.at(self.values, nbytes).copy()
+                        super().finish()
+                        for result in self.results:
+                            memory.at(result, nbytes)[:] = masters
+
+                return Changed(change.codecs, change.coding, change.memory, change.results, change.code)
+
+
 #: With a seed that shows it.
 HOSTED_MUTATIONS: dict[type[Parts], int] = {
     StepAgainForASecondAnswer: 9,
@@ -268,6 +291,7 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
 HOSTED_CODED_MUTATIONS: dict[type[Parts], int] = {
     StepBeforeTheSumIsDecoded: 3,
     CountElementsByCodedBytes: 5,
+    GiveOwnRanksTheMasters: 5,
 }
 
 HOSTED_ELASTIC_MUTATIONS: dict[type[Parts], int] = {

@@ -16,6 +16,7 @@ from byteps_py.session import Slot
 from byteps_py.session.base import HostedShard, ShadowedStep
 from byteps_py.wire import rank_link as protocol
 
+from .codecs import Floats
 from .hosted_uses import HostedUse, Model
 from .ledger import Ledger
 from .memory import Wide, square_sum
@@ -35,6 +36,7 @@ class HostedRank(Rank):
     def _go(self, step: list[Use]) -> Life:
         if not hasattr(self, "hosted"):
             self.hosted: dict[str, HostedShard] = {}  # by name of the gradients
+            self.given: dict[str, Floats] = {}  # what parameters are, where only changes travel
         rng = self.random
         hosted = [HostedTurn(self, use) for use in step if isinstance(use, HostedUse)]
         rng.shuffle(hosted)
@@ -44,6 +46,8 @@ class HostedRank(Rank):
         yield from super()._go([use for use in step if not isinstance(use, HostedUse)])
         for turn in hosted[len(before) :]:
             yield from turn.hand_over()
+        for turn in sorted(hosted, key=lambda each: each.name):  # in the same order on all ranks
+            yield from turn.begin_with_parameters()
         for phase in (HostedTurn.begin, HostedTurn.measure_update, HostedTurn.apply):
             for turn in rng.sample(hosted, len(hosted)):
                 yield from phase(turn)
@@ -92,6 +96,10 @@ class HostedTurn:
         self._norms: Slot
 
     @property
+    def name(self) -> str:
+        return self._model.name
+
+    @property
     def _shard(self) -> HostedShard | None:
         return self._rank.hosted.get(self._model.name)
 
@@ -117,6 +125,21 @@ class HostedTurn:
         if self._is_hosted and not self._use.measures and rank.random.random() < 0.5:
             yield rank.pause()
             self._step()
+
+    def begin_with_parameters(self) -> Life:
+        """Where changes travel, ranks agree on what these are added to, before any of them begins a step."""
+        rank, use, model = self._rank, self._use, self._model
+        if not model.is_coded or self._has_begun or self._is_hosted or use.skips:
+            return
+        yield from self._host()
+        if use.begins:
+            rank.given[model.name] = model.fresh(use.id).astype(np.float32)
+        np.frombuffer(self._target.result, np.float32)[:] = rank.given[model.name]
+        there = rank.ledger.begins_with(model.name, use.id, rank.number)
+        due = sum(spec is not None for spec in use.specs)
+        rank.doing = f"waiting for other ranks' parameters of {model.name}"
+        while len(there) < due:
+            yield rank.pause()
 
     def begin(self) -> Life:
         """The step."""
@@ -270,6 +293,11 @@ class HostedTurn:
         """Of the elements that made a step; the others are not sent."""
         itemsize = self._model.kind.parameter.itemsize
         result = np.frombuffer(self._target.result, np.uint8)
+        if self._model.is_coded:
+            if result.tobytes() != self._use.parameters[0].tobytes():
+                raise InvariantError(f"{self._rank.name} has other parameters after use {self._use.id} than it should")
+            self._rank.given[self._model.name] = result.view(np.float32).copy()
+            return
         for segment in self._use.segments:
             at = slice(segment.elements.start * itemsize, segment.elements.stop * itemsize)
             if result[at].tobytes() != self._use.parameters[0][at].tobytes():

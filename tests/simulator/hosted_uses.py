@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,13 +19,13 @@ from byteps_py.kernels.update_rules import (
     apply_scalars,
     step_scalars,
 )
-from byteps_py.tensor_codec import SCALED_BLOCK, Codec
+from byteps_py.tensor_codec import CHANGES, SCALED_BLOCK, Codec
 from byteps_py.tensors import DType, Op, TensorSpec
 
-from .codecs import INT8
+from .codecs import INT8, Floats, coded, decoded
 from .memory import Bytes, Wide, stored, update, wide_values
 from .program import Name, Program
-from .uses import Use, values
+from .uses import Use, are_on_one_machine, values
 
 _KINDS = (
     (DType.FLOAT32, DType.FLOAT32), (DType.FLOAT32, DType.FLOAT16), (DType.FLOAT16, DType.FLOAT16),
@@ -39,13 +39,15 @@ _MOMENTUM = 0.5
 
 @dataclass(slots=True)
 class Model:
-    """Parameters in one tensor. ``states``: what they are at the end of the steps so far."""
+    """Parameters in one tensor. ``states``: what they are at the end of the steps so far. ``given``: what ranks have
+    where parameters travel as what a step changes."""
 
     name: str
     kind: StepKind
     gradients: TensorSpec
     parameters: TensorSpec
     states: list[Wide]
+    given: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @classmethod
     def make(
@@ -68,8 +70,13 @@ class Model:
         if codec is not None:
             count = rng.choice(_CODED_COUNTS)
             codec = codec if gradient is not DType.FLOAT64 else None
+            if codec is not None and not owned["is_replicated"] and count != _CODED_COUNTS[0]:
+                parameter = DType.FLOAT32  # of which only changes travel
+                kind = StepKind(rule, gradient, parameter)
         gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, codec=codec, **owned)
-        parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, **owned)
+        can_change = codec is not None and parameter is DType.FLOAT32 and not owned["is_replicated"]
+        changes = CHANGES if can_change else None
+        parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, codec=changes, **owned)
         return cls(name, kind, gradients, parameters, [])
 
     def of_each(self, spec: TensorSpec, size: int) -> tuple[TensorSpec | None, ...]:
@@ -84,7 +91,25 @@ class Model:
 
     def begin(self, seed: int) -> None:
         """With other values of parameters, and no moments."""
+        self.given = self.fresh(seed).astype(np.float32)
         self.states = [self.fresh(seed), *(np.zeros_like(self.fresh(seed)) for _ in range(self.kind.states - 1))]
+
+    @property
+    def is_coded(self) -> bool:
+        """Parameters travel as what a step changes."""
+        return self.parameters.codec is not None
+
+    def give(self, segments: Sequence[StepSegment], is_alone: bool) -> Bytes:
+        """What ranks have after a step of these segments. ``is_alone``: they are on one machine."""
+        change = np.zeros_like(self.given)
+        for segment in segments:
+            at = slice(segment.elements.start, segment.elements.stop)
+            change[at] = self.states[0][at] - self.given[at]
+            if is_alone:
+                self.given[at] = self.states[0][at]
+        if not is_alone:
+            self.given += decoded(coded([change]))[: len(change)]
+        return self.given.copy().view(np.uint8)
 
     def fresh(self, seed: int) -> Wide:
         """Parameters, as they are set from outside."""
@@ -143,7 +168,12 @@ class HostedUse(Use):
                 model.states[0][at] += model.states[-1][at] * size
         self.average.append(average)
         self.states[:] = [state.tobytes() for state in model.states]
-        self.parameters.append(stored(kind, model.states[0]))
+        if not model.is_coded:
+            self.parameters.append(stored(kind, model.states[0]))
+        elif self.gives_parameters:
+            group = model.gradients.group or range(sum(local_sizes))
+            stepped = self.applied if model.has_phases else self.segments
+            self.parameters.append(model.give(stepped, are_on_one_machine(group, local_sizes)))
 
 
 @dataclass(slots=True)

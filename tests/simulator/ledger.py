@@ -46,6 +46,7 @@ class Ledger:
         self._results: dict[Round, bytes] = {}
         self._owners: dict[tuple[int, str, int], Owners] = {}  # by group, name of the sum, and machine
         self._armed: dict[tuple[int, int, int, int], list[bool]] = {}  # by group, rank, slot, round: last step, or not
+        self._begun_with: dict[tuple[int, str, int], set[int]] = {}
         self._begun: dict[tuple[Round, int], int] = {}  # of gradients: how many of their steps
         self._stepping: set[tuple[Round, int]] = set()
         self._sent: set[Round] = set()  # of parameters
@@ -82,6 +83,12 @@ class Ledger:
         divided = tuple((start, count, ranks.index(owner)) for start, count, owner in owners)
         if is_replicated and self._owners.setdefault((group, name, _ALIKE), divided) != divided:
             raise InvariantError(f"machine {machine} divides {name} as {divided}, others otherwise")
+
+    def begins_with(self, name: str, use: int, rank: int) -> set[int]:
+        """A rank has the parameters of a model, from which ranks go on with changes. Returns the ranks that have."""
+        there = self._begun_with.setdefault((self._group(), name, use), set())
+        there.add(rank)
+        return there
 
     def arms(self, rank: int, slot: int, round_: int, is_last: bool) -> None:
         """A rank wants a step made with its partitions."""

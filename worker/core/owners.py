@@ -134,12 +134,21 @@ class Owners:
         found: list[OwnedPiece] = []
         codec = source.codec if self._topology.machines_in(source) != 1 else None
         size, elements = (codec.item_bytes, codec.block) if codec is not None else (source.dtype.itemsize, 1)
+        coded = spec.codec if self._topology.machines_in(spec) != 1 else None
         for piece in self._pieces[spec.ownership]:
             first = piece.offset // size * elements
             count = min(piece.length // size * elements, source.count - first)
-            itemsize = spec.dtype.itemsize
-            for offset, length in split(count * itemsize, limit, itemsize):
-                found.append(piece._replace(offset=first * itemsize + offset, length=length))
+            itemsize = spec.dtype.itemsize if coded is None else coded.item_bytes
+            start, nbytes = first * itemsize, count * itemsize
+            if coded is not None:
+                if first % coded.block:
+                    raise ProtocolError(
+                        f"tensor {spec.name!r} travels in blocks of {coded.block} elements, and a partition of "
+                        f"{spec.ownership!r} begins within one: BYTEPS_PARTITION_BYTES must be a multiple of 4096"
+                    )
+                start, nbytes = first // coded.block * itemsize, coded.coded_nbytes(count)
+            for offset, length in split(nbytes, max(limit, itemsize), itemsize):
+                found.append(piece._replace(offset=start + offset, length=length))
         return found
 
 

@@ -1,5 +1,9 @@
 """Codes this machine's contributions, and decodes servers' answers: of tensors with a codec only.
 
+Parameters with a codec travel as what they change by in a step (see TensorSpec.codec): their owner's service adds what
+its code decodes to to the results of its ranks, as the services of other machines do with theirs. So all ranks have the
+same bits, and what one code lacks is in the next one.
+
 Keeps, of each tensor, the error of a codec with error feedback, which is what the machine has not sent yet, the
 momentum, and what machines have agreed on for a THC, all as float32. They lie in the memory of a local rank, which may
 save and load them (see RankSlot). A contribution is coded once per round, and is sent again as it is, so faults leave
@@ -11,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +24,8 @@ import numpy.typing as npt
 from byteps_py.codecs import Coding, Draw
 from byteps_py.runtime import Codecs, Runtime
 from byteps_py.tensor_codec import Codec
+from byteps_py.tensors import Op
+from byteps_py.worker.core.hosted_steps import MakeStep
 from byteps_py.worker.core.tensor import REDUCING, Compute, Part, Tensor
 
 
@@ -35,6 +42,8 @@ class CodedParts:
     def bind(self, compute: Compute, codec: Codec) -> Callable[[], None]:
         """The work of ``compute``: to code the sum of the local ranks, or to decode an answer for them."""
         part, tensor = compute.part, compute.part.tensor
+        if tensor.spec.op is Op.BROADCAST:
+            return functools.partial(_add_change, self._codecs, Coding(codec, tensor.spec.dtype, part.count), compute)
         state, error, moments, agreed = self._state(part, codec)
         machines = tensor.machines or self._machines
         draw = Draw(tensor.key, codec.drawn + tensor.round, part.offset // codec.item_bytes, self._first_rank)
@@ -43,6 +52,17 @@ class CodedParts:
             return functools.partial(_encode, self._codecs, coding, compute, state)
         given = tensor.contribution.address + part.offset
         return functools.partial(_decode, self._codecs, coding, compute, given, state)
+
+    def change_of(self, step: MakeStep, results: Sequence[int]) -> ParameterChange | None:
+        """How parameters that a step makes travel; None: as they are. ``results``: where this machine's ranks have
+        those of the round before, and get the new ones."""
+        codec = step.parameters.codec
+        if codec is None or not step.is_last:
+            return None
+        block, sent_from = step.targets[0].contribution
+        coding = Coding(codec, step.parameters.spec.dtype, step.part.count)
+        memory = self._new_buffer(4 * coding.count)
+        return ParameterChange(self._codecs, coding, memory, tuple(results), block.address + sent_from)
 
     def _state(self, part: Part, codec: Codec) -> tuple[object, int, int, int]:
         """What holds error, momentum, and what is agreed on, and their addresses; 0 for what the codec has not."""
@@ -74,6 +94,30 @@ class CodedParts:
         self._states.pop(tensor, None)
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterChange:
+    """What a step changes parameters by. The step writes to ``values``, between ``begin`` and ``finish``, on any
+    thread."""
+
+    codecs: Codecs
+    coding: Coding
+    memory: npt.NDArray[np.uint8]
+    results: tuple[int, ...]
+    code: int
+
+    @property
+    def values(self) -> int:
+        """The address of the memory that the step writes to."""
+        return int(self.memory.ctypes.data)
+
+    def begin(self, move: Callable[[int, int, int], object]) -> None:
+        """A step may leave parameters as they are. ``move``: see Runtime."""
+        move(self.values, self.results[0], 4 * self.coding.count)
+
+    def finish(self) -> None:
+        self.codecs.encode_change(self.coding, self.values, self.results, self.code)
+
+
 # Work has the state with it: a kernel may outlive the group of ranks, and all that belongs to it.
 
 
@@ -85,3 +129,7 @@ def _encode(codecs: Codecs, coding: Coding, compute: Compute, state: object) -> 
 
 def _decode(codecs: Codecs, coding: Coding, compute: Compute, given: int, state: object) -> None:
     codecs.decode(coding, compute.inputs[0], compute.outputs, compute.divisor, given)
+
+
+def _add_change(codecs: Codecs, coding: Coding, compute: Compute) -> None:
+    codecs.decode_change(coding, compute.inputs[0], compute.outputs)

@@ -141,7 +141,7 @@ class Executor:
         self._direct = cores.direct
         self._first_rank = first_rank
         self._guard = NonFiniteGuard(first_rank, pipeline.size)
-        self._coded = self.coded_parts_class(runtime, first_rank, memory.machines)
+        self.coded_parts = self.coded_parts_class(runtime, first_rank, memory.machines)
         self.pace = RankPace(first_rank)
         self.send = send
         self._fail = fail
@@ -327,7 +327,7 @@ class Executor:
         if work is None:
             call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
             if codec is not None:
-                work = self._coded.bind(compute, codec)
+                work = self.coded_parts.bind(compute, codec)
             elif is_guarded:
                 work = compute.work = functools.partial(self._guard.reduce, self.kernels, compute)
             elif is_ready:
@@ -586,6 +586,6 @@ class Executor:
         for slot in action.slots:
             self._memory.free_slot(slot)
         if action.tensor is not None:
-            self._coded.forget(action.tensor)
+            self.coded_parts.forget(action.tensor)
             self._memory.free_contributions(action.tensor)
             # An answer block in flight is not given back: the server of this machine may yet write to it.

@@ -205,6 +205,7 @@ class Network:
         tensor = part.tensor
         is_pull = tensor.spec.op is Op.BROADCAST
         is_guarded = contributes and tensor.spec.is_guarded
+        codec = None if is_pull else tensor.codec  # servers hand parameters on, whatever the bytes mean
         return Header(
             Kind.PUSH if contributes else Kind.PULL if is_pull else Kind.PASS,
             self._me,
@@ -220,10 +221,10 @@ class Network:
             part.length,
             machines=tensor.machines,
             nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
-            codec=tensor.codec.on_wire.code if tensor.codec is not None else 0,
+            codec=codec.on_wire.code if codec is not None else 0,
             staleness=tensor.spec.staleness,
             quorum=tensor.spec.quorum,
-            drawn=tensor.codec.drawn if tensor.codec is not None else 0,
+            drawn=codec.drawn if codec is not None else 0,
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:

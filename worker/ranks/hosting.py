@@ -35,6 +35,7 @@ from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.shadow_copies import StepNumbers
 from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.coded_parts import ParameterChange
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.io.slot_memory import SlotMemory
@@ -339,7 +340,10 @@ class Hosting:
         parameters = step.parameters
         start = part.first * kind.parameter.itemsize
         outputs = [each.result.address + start for each in parameters.slots]
-        if not parameters.is_alone:
+        change = self._executor.coded_parts.change_of(step, outputs)
+        if change is not None:
+            outputs = [change.values]
+        elif not parameters.is_alone and parameters.codec is None:
             block, sent_from = step.targets[0].contribution
             outputs.append(block.address + sent_from)
         run = bind_segments(kind, states, step.inputs, outputs, step.divisor, self._kernels.bind_step)
@@ -353,7 +357,8 @@ class Hosting:
         is_shadowed = kept.run > 0 and self._keeps_copy_of(part)
         copy = self.shadows.copy_states(step, states) if is_shadowed else None
         self._stepping[part] = _StepUnderWay(kept, segments, copy[0] if copy is not None else None)
-        return functools.partial(_make_step, self._memory, run, segments, copy[1] if copy is not None else None)
+        work = functools.partial(_make_step, self._memory, run, segments, copy[1] if copy is not None else None)
+        return work if change is None else functools.partial(_make_change, work, change, self._executor.runtime.move)
 
     def stepped(self, step: MakeStep) -> None:
         """The work of a step is done."""
@@ -403,6 +408,12 @@ def _make_step(
     run(segments)
     if copy_states is not None:
         copy_states()
+
+
+def _make_change(step: Callable[[], None], change: ParameterChange, move: Callable[[int, int, int], object]) -> None:
+    change.begin(move)
+    step()
+    change.finish()
 
 
 def _kind_of(code: int) -> StepKind:

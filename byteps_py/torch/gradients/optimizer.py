@@ -31,7 +31,13 @@ from byteps_py.torch.gradients.async_optimizer import AsyncOptimizer
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, check_hosted_compression, host
+from byteps_py.torch.gradients.hosted.optimizer import (
+    HostedOptions,
+    check_hosted,
+    check_hosted_compression,
+    host,
+    parameter_codec,
+)
 from byteps_py.torch.gradients.hosted.replication import check_machines
 from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
@@ -39,6 +45,7 @@ from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_n
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 from byteps_py.torch.operations.reductions import Adasum, Average, ReduceOp, Sum
+from byteps_py.torch.optim import LAMB
 
 Groups = int | list[list[torch.nn.Parameter]] | None
 
@@ -58,6 +65,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     delayed_update_after: int | None = None,
     step_in_backward: bool = False,
     shadow: bool | None = None,
+    parameter_compression: Any = Compression.none,
 ) -> Any:
     """Wrap ``optimizer`` so that it averages gradients over all ranks before each step. Use the result.
 
@@ -89,6 +97,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     there, while backward() still computes others. step() takes the parameters. Not for LAMB, clipping, loss scaling.
     shadow: summation servers on other machines keep the states in step, so that a restarted job goes on from the last
     step after bps.restore(model, optimizer). Makes the optimizer hosted. None: as BYTEPS_SHADOW says.
+    parameter_compression: with hosted="sharded", how parameters travel between machines: Compression.int8 sends what a
+    step changes them by, in 8 bits, and what the code lacks with the next step. The services keep the masters.
 
     With BYTEPS_ENABLE_ASYNC=1 the result is an AsyncOptimizer, for which only the first two arguments count.
 
@@ -124,6 +134,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
             "shadow=True or BYTEPS_SHADOW=1": context.settings.shadow if shadow is None else shadow,
             "step_in_backward=": step_in_backward,
             "delayed_update_after=": delayed_update_after is not None,
+            "parameter_compression=": parameter_compression is not Compression.none,
         }
         if wrong := ", ".join(name for name, is_asked in asked.items() if is_asked):
             raise UsageError(
@@ -137,7 +148,16 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     is_hosted_for_shadow = is_shadowed and hosted is False
     is_hosted = hosted is not False or is_shadowed
     mode = asked_for(hosted) if hosted is not False else None
-    hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
+    others = {
+        "shadow=True or BYTEPS_SHADOW=1": is_shadowed,
+        "delayed_update_after": delayed_update_after is not None,
+        "step_in_backward": step_in_backward,
+        "--elastic": context.settings.elastic,
+        "--max-restarts": bool(context.settings.max_restarts),
+        "LAMB": isinstance(optimizer, LAMB),
+    }
+    its = parameter_codec(parameter_compression, hosted, others, {names[param]: param for param in params})
+    hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode, parameters=its)
     ranks = ranks_of(process_set)
     if is_hosted:
         check_hosted_compression(compression, [(names[param], param) for param in params], mode, is_shadowed)

@@ -123,13 +123,15 @@ class WholeTensor:
 class WholeState:
     """A parameter and its states: ``tensors``, by their names in a state_dict, the master first.
 
-    ``rule``: of its steps, of which it has made ``steps``. ``dtype``: the parameter's.
+    ``rule``: of its steps, of which it has made ``steps``. ``dtype``: the parameter's. ``is_rounded``: the parameter is
+    not its master, though it has as many bits.
     """
 
     rule: UpdateRule
     steps: int
     dtype: torch.dtype
     tensors: Mapping[str, WholeTensor]
+    is_rounded: bool = False
 
     @property
     def parameter(self) -> WholeTensor:
@@ -144,7 +146,9 @@ class WholeState:
             return {}
         counted = {"step": torch.tensor(float(self.steps), device="cpu")} if counts_steps(self.rule) else {}
         return counted | {
-            name: tensor for name, tensor in self.tensors.items() if name != MASTER or tensor.dtype is not self.dtype
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if name != MASTER or self.is_rounded or tensor.dtype is not self.dtype
         }
 
 

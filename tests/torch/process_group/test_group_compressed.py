@@ -24,7 +24,7 @@ C = bps.Compression
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        ("-np 1 --machines 2", ["all_reduce"]),
+        ("-np 1 --machines 2", ["int8"]),
         pytest.param("-np 2 --machines 2 --servers 1", CASES, marks=pytest.mark.slow),
     ],
 )

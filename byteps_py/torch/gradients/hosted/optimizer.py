@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.system.log import logger
+from byteps_py.tensor_codec import CHANGES, Codec
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.parameter_owners import find_part
-from byteps_py.torch.compression import Compression, CompressionChoice
+from byteps_py.torch.compression import Compression, CompressionChoice, compression_of
 from byteps_py.torch.gradients.backward_passes import ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
@@ -92,12 +93,42 @@ def check_hosted_compression(
         )
 
 
+def parameter_codec(
+    choice: Any, hosted: object, others: Mapping[str, bool], params: Mapping[str, torch.nn.Parameter]
+) -> Codec | None:
+    """What the argument ``parameter_compression`` means: the codec, or None. ``others``: what else is asked for, and
+    does not go together with it. ``params``: by name. Raises UsageError."""
+    chosen = compression_of(choice)
+    if chosen is Compression.none:
+        return None
+    codec = chosen.codec
+    if codec != CHANGES:
+        raise UsageError(
+            f"parameter_compression: what a step changes travels as int8, not as {codec or chosen.__name__}: give "
+            "bps.Compression.int8. For 16 bits, let the model have parameters of bfloat16"
+        )
+    if hosted not in ("sharded", True):
+        why = "with hosted='machine' no parameters travel" if hosted == "machine" else "it is for hosted='sharded'"
+        raise UsageError(f"parameter_compression: {why}: give hosted='sharded', or leave it out")
+    if wrong := [name for name, is_given in others.items() if is_given]:
+        raise UsageError(
+            f"parameter_compression does not go together with {', '.join(wrong)}, where ranks must have the masters: "
+            "leave one of the two out"
+        )
+    for name, param in params.items():
+        if param.dtype is not torch.float32:
+            kind = str(param.dtype).removeprefix("torch.")
+            raise UsageError(f"parameter_compression is for float32 parameters, and {name!r} is {kind}: leave it out")
+    return codec
+
+
 @dataclass(frozen=True, slots=True)
 class HostedOptions:
     """The time at which services make the steps of a hosted optimizer, if other machines make them, too, and where
     its states are (``mode``; None: as states_mode.py chooses). See DistributedOptimizer.
 
-    ``whole``: the model of which the ranks have parts. ``takes_all_at_once``: gradients are final in step() only."""
+    ``whole``: the model of which the ranks have parts. ``takes_all_at_once``: gradients are final in step() only.
+    ``parameters``: the codec of what parameters change by."""
 
     delayed_update_after: int | None = None
     step_in_backward: bool = False
@@ -105,6 +136,7 @@ class HostedOptions:
     mode: StatesMode | None = None
     whole: WholeModel = field(default_factory=AllHere)
     takes_all_at_once: bool = False
+    parameters: Codec | None = None
 
     def check(
         self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite, is_subset: bool = False
@@ -317,7 +349,7 @@ def host(
     if hosting.shadow:
         whole_name = context.claim("hosted.parts of a model") if options.group else name
         shadow = ShadowedSteps(whole_name, options.group)
-    states = BucketStates(context, groups, reducer.buckets, shadow)
+    states = BucketStates(context, groups, reducer.buckets, shadow, hosting.parameters)
     upcoming, timing = NextStep(name, options.group, shadow), StepTiming()
     if hosting.delayed_update_after is not None:
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedShard, Session, ShadowedStep, Slot
 from byteps_py.system.process_memory import available_memory_bytes
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import WIRE
@@ -36,6 +38,7 @@ from byteps_py.torch.gradients.hosted.whole_model import WholeModel
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.gradients.whole_state import StatePiece, WholeState, WholeTensor
 from byteps_py.torch.operations.gathers import gathered
+from byteps_py.torch.operations.reductions import Max, reduced
 
 #: Given states of some parameters.
 Loaded = Mapping[torch.nn.Parameter, Mapping[str, Any]]
@@ -64,6 +67,8 @@ class OwnedStates:
     """The states of the elements that this rank owns, of one bucket. ``params``: the bucket's, in order.
     ``initial_sum``: Adagrad's first state."""
 
+    #: Parameters are not their masters, though they may have as many bits.
+    are_rounded = False
     #: False if a rank of the group's first machine owns the same elements: then that one gives them to all ranks.
     gives_to_all = True
 
@@ -144,7 +149,7 @@ class OwnedStates:
                     for (first, count, _), end in zip(parts, ends, strict=True)
                 ]
                 tensors[kind] = WholeTensor(f"{kind} of {name!r}", param.shape, values.dtype, pieces)
-            found.append(WholeState(self.kind.rule, steps, param.dtype, tensors))
+            found.append(WholeState(self.kind.rule, steps, param.dtype, tensors, self.are_rounded))
             start += param.numel()
         return found
 
@@ -167,7 +172,10 @@ class OwnedStates:
 
 class HostedStates(OwnedStates):
     """States in the service, which makes the steps. ``source``: the slot of the gradients. ``run``: the number of the
-    run that has copies on other machines; 0: it has none. All ranks make them.
+    run that has copies on other machines; 0: it has none. ``codec``: of what parameters change by. All ranks make them.
+
+    With a codec, a rank's parameters are the sum of the changes that have come, in the memory of its result, and
+    differ from the masters by what the last code lacked. Raises UsageError if they are not alike on all ranks.
 
     ``shadowed``: the step that is about to begin, for the copies; ``last_step``: the number of the latest one.
     """
@@ -183,8 +191,11 @@ class HostedStates(OwnedStates):
         params: Sequence[torch.nn.Parameter],
         initial_sum: float = 0.0,
         run: int = 0,
+        codec: Codec | None = None,
     ) -> None:
         self.session, self.kind, self.run = session, kind, run
+        self._codec = None if source.spec.is_replicated else codec  # on one machine, parameters do not travel
+        self.are_rounded = self._codec is not None
         first = source.spec.members(session.size)[0] - (session.rank - session.local_rank)
         self.gives_to_all = 0 <= first < session.local_size or not source.spec.is_replicated
         self._part = self._host(source)
@@ -193,12 +204,42 @@ class HostedStates(OwnedStates):
         states = [pieces(state, _wide(kind), [(count,)])[0] for state in self._part.states]
         super().__init__(session, kind, params, self._part.owners, states, initial_sum)
         self._view_results()
+        if self.are_rounded:
+            self._begin_with([param.detach() for param in params], source.spec)
+            for overlap in self.overlaps:
+                self.master[overlap.place] = params[overlap.position].detach().reshape(-1)[overlap.inside].cpu()
+
+    def _begin_with(self, values: Sequence[torch.Tensor], spec: TensorSpec) -> None:
+        """The next change is added to these. When it returns, all ranks have done so: a service changes the results of
+        all ranks of its machine. ``spec``: of the gradients."""
+        digest = 0
+        for result, value in zip(self._results, values, strict=True):
+            result.copy_(value)
+            digest = zlib.crc32(result.reshape(-1).view(torch.uint8).numpy().data, digest)
+        both = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        largest, least = reduced(both, Max, f"{spec.name}.alike", spec.group).tolist()
+        if largest != -least:
+            raise UsageError(
+                f"parameter_compression: the parameters of {spec.name!r} differ between ranks, which get only what a "
+                "step changes: call broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
+            )
+
+    def _take_changed_parameters(self) -> None:
+        if not self.are_rounded:
+            super()._take_changed_parameters()
+            return
+        for overlap in self.overlaps:
+            own = self._params[overlap.position].detach().reshape(-1)[overlap.inside].cpu()
+            given = self._results[overlap.position].reshape(-1)[overlap.inside]
+            if not torch.equal(given, own):  # elements that the training has changed
+                kept = self.master[overlap.place]
+                kept.copy_(torch.where(given == own, kept, own))
 
     def _host(self, source: Slot, before: HostedShard | None = None) -> HostedShard:
         name, count, priority = source.spec.name, source.spec.count, source.spec.priority
         wanted = TensorSpec(
             f"{name}.parameters", self.kind.parameter, (count,), Op.BROADCAST, priority=priority, ownership=name,
-            is_replicated=source.spec.is_replicated, group=source.spec.group,
+            is_replicated=source.spec.is_replicated, group=source.spec.group, codec=self._codec,
         )  # fmt: skip
         (target,) = self.session.declare([wanted])
         return self.session.state_host.host(self.kind, source, target, before, self.run)
@@ -214,8 +255,12 @@ class HostedStates(OwnedStates):
     def follow(self, source: Slot) -> None:
         """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
         if not self.follows(source):
+            if self.are_rounded and self._part.target.error is None:
+                self._take_changed_parameters()
             self._part = self._host(source, self._part)
             self._view_results()
+            if self.are_rounded:
+                self._begin_with([param.detach() for param in self._params], source.spec)
 
     @property
     def device(self) -> torch.device:
@@ -352,14 +397,20 @@ States = TypeVar("States", bound=OwnedStates)
 
 class BucketStates:
     """The states of all buckets of one optimizer. ``groups``: its param_groups. ``buckets``: its reducer's. ``shadow``:
-    the steps that other machines make as well; None: they make none."""
+    the steps that other machines make as well; None: they make none. ``codec``: of what parameters change by."""
 
     available_bytes: Callable[[], float] = staticmethod(available_memory_bytes)
 
     def __init__(
-        self, context: Context, groups: HostedGroups, buckets: Sequence[Bucket], shadow: ShadowedSteps | None
+        self,
+        context: Context,
+        groups: HostedGroups,
+        buckets: Sequence[Bucket],
+        shadow: ShadowedSteps | None,
+        codec: Codec | None = None,
     ) -> None:
         self._context, self.groups, self.buckets, self.shadow = context, groups, buckets, shadow
+        self._codec = codec
         self._of: dict[Bucket, OwnedStates] = {}
         self._waiting: dict[torch.nn.Parameter, Mapping[str, Any]] = {}  # states that no service has yet
         self._loaded: Loaded | None = None  # all states, if there was no step since they were loaded
@@ -391,7 +442,7 @@ class BucketStates:
 
         def make(kind: StepKind, initial_sum: float) -> HostedStates:
             run = self.shadow.run if self.shadow is not None else 0
-            return HostedStates(self._context.session, slot, kind, bucket.params, initial_sum, run)
+            return HostedStates(self._context.session, slot, kind, bucket.params, initial_sum, run, self._codec)
 
         states = self._known_or_made(bucket, HostedStates, make)
         states.follow(slot)
