@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +61,7 @@ class Processes:
         self.server.end()
 
 
-def test_sums_go_over_both_and_the_rate_of_a_machine_is_that_of_both(hosts: list[Host]) -> None:
+def test_sums_go_over_both(hosts: list[Host]) -> None:
     with contextlib.ExitStack() as stack:
         job = Processes(stack, hosts, PROGRAM, str(ELEMENTS))
         first = job.machines[0]
@@ -73,10 +72,6 @@ def test_sums_go_over_both_and_the_rate_of_a_machine_is_that_of_both(hosts: list
         first.process.stdin.close()
         job.end()
     assert all(0.6 < share(host) < 1.7 for host in hosts)
-    (said,) = (line for line in first.said if "links of " in line)
-    rates = [float(rate) for rate in re.findall(r"(\d+)(?:,| Mbit)", said.partition("links of ")[2])]
-    assert len(rates) == 5
-    assert all(1.5 * RATE_MBIT < rate < 2.1 * RATE_MBIT for rate in rates)
 
 
 @pytest.mark.long  # test_peer_links.py has such links over loopback
@@ -92,7 +87,8 @@ def test_ranks_send_to_each_other_over_both(hosts: list[Host], tmp_path: Path) -
     assert all(0.6 < share(host) < 1.7 for host in hosts[:2])
 
 
-@pytest.mark.parametrize("hosted", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sums", "hosted"])
+@pytest.mark.long  # test_rails.py breaks such links, and has no server
+@pytest.mark.parametrize("hosted", [False, True], ids=["sums", "hosted"])
 def test_servers_die_and_the_weights_are_those_of_machines_with_one_card(hosted: bool) -> None:
     """Addresses of loopback stand for the cards."""
     faults = [nothing, kill_and_return("--gpu-machine"), kill_and_return(), nothing]
