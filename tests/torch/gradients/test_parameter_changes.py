@@ -67,9 +67,7 @@ def made(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(5, dtype=dtype))
     how = {"hosted": "sharded", **how}
-    bps.DistributedOptimizer(
-        torch.optim.SGD([parameter], 0.1), [("w", parameter)], parameter_compression=compression, **how
-    )
+    bps.DistributedOptimizer(kind([parameter], 0.1), [("w", parameter)], parameter_compression=compression, **how)
 
 
 @pytest.mark.parametrize(
