@@ -63,7 +63,7 @@ def test_a_turn_is_charged_by_kind() -> None:
     "calls",
     [
         ["push_pull", "optimizer"],
-        ["push_pull_inplace", "allreduce_", "all_reduce", "session", "optimizer"],
+        pytest.param(["push_pull_inplace", "allreduce_", "all_reduce", "session", "optimizer"], marks=pytest.mark.long),
     ],
     ids=["few", "most"],
 )

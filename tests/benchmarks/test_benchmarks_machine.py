@@ -30,7 +30,7 @@ def test_the_start_is_measured_cold_and_warm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "contender", ["arena", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "backend", "gloo"))]
+    "contender", ["arena", *(pytest.param(each, marks=pytest.mark.long) for each in ("tensor", "backend", "gloo"))]
 )
 def test_a_sum_is_measured(contender: str) -> None:
     program = [str(BENCHMARKS / "reduction_rank.py"), contender, "--seconds", "0.01", "--sizes", "4", "1048576"]

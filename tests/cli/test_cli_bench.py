@@ -47,7 +47,7 @@ def test_emulated_machines_carry_what_the_formula_says() -> None:
     assert "–" not in row
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_of_another_launcher() -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
     done = bench("--sizes", "64K", "--repeats", "1", "--json", command=command)

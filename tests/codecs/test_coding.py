@@ -115,8 +115,12 @@ def test_like_plain_torch(codec: Codec, feedback: bool) -> None:
     compare(codec, 1, torch.float32, (2, 1), 1, 1e-40)
 
 
-@pytest.mark.slow  # each kind and dtype compiles kernels of its own
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    # Each kind and dtype compiles kernels of its own.
+    [pytest.param(each, marks=pytest.mark.slow if each in FAST else pytest.mark.long) for each in CODECS],
+    ids=str,
+)
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
 def test_other_codecs_and_dtypes(codec: Codec, feedback: bool) -> None:
     codec = replace(codec, error_feedback=feedback or codec.is_thc)

@@ -93,7 +93,7 @@ def test_the_source_tree_is_a_whole_package_without_an_installation() -> None:
     assert (done.stdout, done.stderr) == (f"{ROOT / 'server' / '__init__.py'}\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_with_a_real_installation_inside_the_source_tree(tmp_path: Path) -> None:
     tree, environment = tmp_path / "tree", tmp_path / "venv"

@@ -26,7 +26,7 @@ def said(*words: str, options: str = OPTIONS, **environ: str) -> list[str]:
     [
         OPTIONS,
         pytest.param("-np 2 --machines 2 --servers 1", marks=pytest.mark.slow),
-        pytest.param("-np 2", marks=pytest.mark.slow),
+        pytest.param("-np 2", marks=pytest.mark.long),
     ],
     ids=["two machines", "two ranks on each", "one machine"],
 )

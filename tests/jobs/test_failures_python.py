@@ -34,6 +34,7 @@ def test_an_exception_is_told_to_all_with_its_traceback() -> None:
         assert "the data of batch 7 is bad (reported by worker 0 (rank 0, " in job.text
 
 
+@pytest.mark.slow
 def test_processes_of_multiprocessing_say_it_too(tmp_path: Path) -> None:
     """torch's spawn goes about it in the same way: what the program raises becomes a SystemExit."""
     with command(sys.executable, str(SPAWNED), BYTEPS_JOB_ID=f"spawned-{tmp_path}", PS_HEARTBEAT_TIMEOUT="30") as job:

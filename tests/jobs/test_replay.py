@@ -57,7 +57,7 @@ def test_a_run_is_repeated_bit_for_bit(staleness: str, tmp_path: Path) -> None:
     assert facts == {"machines": 2, "partitions": 9, "changes": 468, "unsure": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_starts_the_job_and_one_that_goes_on_for_longer_is_told_so(tmp_path: Path) -> None:
     first = recorded(tmp_path, "5", "0")
     job = [sys.executable, "-m", "byteps_py.launch", *OPTIONS.split(), sys.executable, PROGRAM, "noisy"]

@@ -38,7 +38,11 @@ def status_of(job: Job, *options: str) -> str:
 
 @pytest.mark.parametrize(
     "way",
-    ["plain", *(pytest.param(way, marks=pytest.mark.slow) for way in ("hosted", "shadow", "ddp"))],
+    [
+        "plain",
+        pytest.param("shadow", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("hosted", "ddp")),
+    ],
 )
 def test_one_page_has_all_of_a_job_and_each_process_has_its_own(way: str, tmp_path: Path) -> None:
     port = free_ports(3 * 4)

@@ -101,7 +101,7 @@ def by_hand(how: str, rank: int, size: int, port: int, **more: str) -> Started:
     [
         ("init", 2, 1, ("first", "second")),
         pytest.param("group", 2, 1, ("group",), marks=pytest.mark.slow),
-        pytest.param("init", 2, 2, ("first", "second"), marks=pytest.mark.slow),
+        pytest.param("init", 2, 2, ("first", "second"), marks=pytest.mark.long),
         pytest.param("init", 4, 2, ("first", "second"), marks=pytest.mark.slow),
     ],
 )

@@ -18,7 +18,7 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
     [
         ("-np 4", "2x2x1x1 1x1x2x2:zero2"),
         pytest.param("-np 4", "2x1x2x1:tied=1 1x2x1x2:zero3", marks=pytest.mark.slow),
-        pytest.param("-np 4", "1x2x1x2:hsdp 2x1x1x2:zero1 1x2x2x1", marks=pytest.mark.slow),
+        pytest.param("-np 4", "1x2x1x2:hsdp 2x1x1x2:zero1 1x2x2x1", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2 --servers 1", "2x1x2x1 1x2x2x1 2x1x1x2 1x2x1x2:zero2", marks=pytest.mark.slow),
         pytest.param(
             "-np 8",
@@ -63,7 +63,7 @@ _MACHINE, _SHARDED = ":hosted=machine", ":hosted=sharded"
         pytest.param(
             "-np 4",
             f"2x1x1x2:zero1 2x1x1x2{_SHARDED} 1x1x2x2:schedule=interleaved:tied=1{_SHARDED} 2x2x1x1{_MACHINE} 1x1x2x2",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "-np 4",
@@ -101,7 +101,7 @@ def test_compressed(cases: str, more: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        pytest.param("-np 2", "1x1x1x2:sharded 2x1x1x1:sharded", marks=pytest.mark.slow),
+        pytest.param("-np 2", "1x1x1x2:sharded 2x1x1x1:sharded", marks=pytest.mark.long),
         pytest.param("-np 2", "1x1x2x1:machine 1x2x1x1:sharded", marks=pytest.mark.long),
         pytest.param(
             "-np 2 --machines 2 --servers 1",

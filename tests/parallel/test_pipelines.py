@@ -32,18 +32,18 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
     [
         ("-np 2", 1, "equal of_torch stale structures skips raises refused tokens_count clipping"),
         ("-np 2", 1, "mixed_precision float32_gradients evaluation overlaps tied_in_a_list in_place lists"),
-        pytest.param("-np 2", 1, "in_front batch_norm refused_modules scalers large_values", marks=pytest.mark.slow),
+        pytest.param("-np 2", 1, "in_front batch_norm refused_modules scalers large_values", marks=pytest.mark.long),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale raises"),
         pytest.param("-np 1 --machines 2 --servers 1", 1, "structures checkpoints overlaps", marks=pytest.mark.slow),
         pytest.param("-np 4", 1, "peaks skips same_bits large_values", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2", 1, "large_values", marks=pytest.mark.slow),
         ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients side_by_side"),
         pytest.param("-np 4", 2, "in_front batch_norm scalers", marks=pytest.mark.long),
-        pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
+        pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.long),
         pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2", 2, "equal checkpoints", marks=pytest.mark.long),
-        pytest.param("-np 3 --machines 2", 1, "chimera peaks", marks=pytest.mark.slow),
+        pytest.param("-np 3 --machines 2", 1, "chimera peaks", marks=pytest.mark.long),
         pytest.param("-np 4 --machines 2 --servers 1", 1, "chimera", marks=pytest.mark.long),
     ],
 )
@@ -54,7 +54,7 @@ def test_beside_one_process(layout: str, copies: int, cases: str) -> None:
     check(launch(layout, PROGRAM, str(copies), *cases.split()), ranks, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_on_gloo() -> None:
     cases = "equal structures raises checkpoints overlaps large_values"

@@ -85,7 +85,12 @@ RESTORED_S = 10.0
 
 
 @pytest.mark.parametrize(
-    ("n", "k"), [(8, 0), *[pytest.param(n, k, marks=pytest.mark.slow) for n, k in ((4, 0), (4, 2), (16, 0))]]
+    ("n", "k"),
+    [
+        (8, 0),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        *[pytest.param(n, 0, marks=pytest.mark.long) for n in (4, 16)],
+    ],
 )
 @pytest.mark.parametrize(
     "bursts", [(0.8, 1.03), pytest.param((0.7, 0.75), marks=pytest.mark.slow)], ids=["alone", "among others"]
@@ -384,9 +389,9 @@ def test_the_slower_direction_counts() -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(10),
-        pytest.param(range(10, 60), marks=pytest.mark.slow),
-        pytest.param(range(60, 1000), marks=pytest.mark.long),
+        range(5),
+        pytest.param(range(5, 25), marks=pytest.mark.slow),
+        pytest.param(range(25, 1000), marks=pytest.mark.long),
     ],
     ids=str,
 )

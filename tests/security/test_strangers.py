@@ -242,11 +242,9 @@ def test_half_open_connections_to_every_port() -> None:
 def kinds_for(start: Callable[[], LoneServer | LoneScheduler], spoken: Greeting, name: str) -> list[object]:
     """What is no more than noise to it is left out."""
     found = [it for it in KINDS if it.after in ((), spoken)]
-    # Each has a process of its own: one in four of them always runs, the others are slow tests.
-    return [
-        pytest.param(start, it, id=f"{name}-{it.name}", marks=() if number % 4 == 0 else pytest.mark.slow)
-        for number, it in enumerate(found)
-    ]
+    # Each has a process of its own: one in six of them always runs, two more are slow tests, and the others long ones.
+    marks = [(), *[pytest.mark.slow, pytest.mark.long, pytest.mark.long] * 2]
+    return [pytest.param(start, it, id=f"{name}-{it.name}", marks=marks[number % 6]) for number, it in enumerate(found)]
 
 
 @pytest.mark.parametrize(

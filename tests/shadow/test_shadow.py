@@ -37,11 +37,11 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS,
     ("optimizer", "machines", "servers"),
     [
         ("adamw", 2, 1),
-        pytest.param("adamw", 1, 2, marks=pytest.mark.slow),
+        pytest.param("adamw", 1, 2, marks=pytest.mark.long),
         pytest.param("sgd", 1, 1, marks=pytest.mark.long),
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
         pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
-        pytest.param("lamb", 2, 1, marks=pytest.mark.slow),
+        pytest.param("lamb", 2, 1, marks=pytest.mark.long),
         pytest.param("adagrad", 3, 2, marks=pytest.mark.slow),
     ],
 )
@@ -95,7 +95,7 @@ def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_with_two_copies_a_server_and_all_machines_may_die_at_once(stack: contextlib.ExitStack, count: int) -> None:
     """``count``: of GPU machines, and of CPU machines."""
     expected = undisturbed("adamw", count, count)
@@ -109,7 +109,7 @@ def test_with_two_copies_a_server_and_all_machines_may_die_at_once(stack: contex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shadow", [True, False], ids=["shadow", "no states"])
+@pytest.mark.parametrize("shadow", [True, pytest.param(False, marks=pytest.mark.long)], ids=["shadow", "no states"])
 def test_a_job_goes_on_at_once_where_all_but_the_servers_was_killed(stack: contextlib.ExitStack, shadow: bool) -> None:
     """The scheduler, too, and the servers have not noticed yet that nobody is left."""
     expected = undisturbed("adamw", 2, 1)
@@ -152,7 +152,7 @@ def kill_and_go_on(
     assert digests(again[1].text) == {step: expected[step] for step in range(begun + 1, max(expected) + 1)}
 
 
-@pytest.mark.parametrize("servers", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("servers", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_from_its_last_step_without_a_machine(servers: int) -> None:
     program = ROOT / "tests" / "programs" / "shadowed_elastic.py"

@@ -195,6 +195,7 @@ def run_ranks(program: str, size: int, *arguments: str) -> None:
             each.wait()
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_the_training_had(tmp_path: Path) -> None:
     """Twice, while it trains, in pieces of a few rows, and one is kept."""
     folder, said = tmp_path / "checkpoints", list[str]()
@@ -257,7 +258,9 @@ def test_a_restarted_job_goes_on_from_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "lamb"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", *(pytest.param(each, marks=pytest.mark.long) for each in ("adagrad", "lamb"))]
+)
 def test_other_optimizers_states(optimizer: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with training(optimizer, tmp_path / "references") as job:

@@ -292,6 +292,7 @@ def vtrain() -> Path:
     pytest.skip("put single_node.csv and multi_node.csv of VIA-Research/vTrain into ../shared/data/vtrain")
 
 
+@pytest.mark.slow
 def test_vtrains_rows_on_one_machine(vtrain: Path) -> None:
     assert error(read_steps(str(vtrain / "single_node.csv")), 100) < 0.015
 

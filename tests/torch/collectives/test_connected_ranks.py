@@ -43,7 +43,7 @@ def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, 
 
 
 @pytest.mark.parametrize(
-    "operation", ["all_reduce", *(pytest.param(each, marks=pytest.mark.slow) for each in ("push_pull", "shares"))]
+    "operation", ["all_reduce", *(pytest.param(each, marks=pytest.mark.long) for each in ("push_pull", "shares"))]
 )
 @pytest.mark.slow
 def test_a_connection_that_can_not_be_made_again_is_an_error(operation: str) -> None:
@@ -66,8 +66,8 @@ def test_a_connection_that_breaks_is_made_again(operation: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "variables"),
     [
-        pytest.param("-np 1 --machines 3", {}, marks=pytest.mark.slow),
-        pytest.param("-np 2 --machines 2", {"BYTEPS_SECRET": SECRET}, marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 3", {}, marks=pytest.mark.long),
+        pytest.param("-np 2 --machines 2", {"BYTEPS_SECRET": SECRET}, marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2 --servers 1", {}, marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2", {"BYTEPS_SECRET": SECRET, "BYTEPS_ENCRYPT": "1"}, marks=pytest.mark.slow),
     ],

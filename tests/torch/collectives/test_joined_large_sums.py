@@ -86,7 +86,7 @@ def go_to_the_end(works: list[LargeSum]) -> None:
 
 
 @pytest.fixture(
-    params=[(4, 2), (3, 1), pytest.param((6, 3), marks=pytest.mark.slow), pytest.param((6, 2), marks=pytest.mark.slow)],
+    params=[(4, 2), (3, 1), pytest.param((6, 3), marks=pytest.mark.slow), pytest.param((6, 2), marks=pytest.mark.long)],
     ids=lambda layout: f"{layout[0]} ranks, {layout[1]} on each machine",
 )
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:

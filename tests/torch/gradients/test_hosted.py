@@ -74,7 +74,13 @@ IN_SETS = (
 @pytest.mark.parametrize(
     ("layout", "groups", "states", "cases"),
     [
-        ("-np 2 --machines 2 --servers 1", "0,2;1,3", "sharded", ("equal", "clips", "states_move")),
+        pytest.param(
+            "-np 2 --machines 2 --servers 1",
+            "0,2;1,3",
+            "sharded",
+            ("equal", "clips", "states_move"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("-np 2 --machines 2", "0,2;1,3", "machine", IN_SETS, marks=pytest.mark.slow),
         pytest.param("-np 4", "0,2;1,3", "auto", IN_SETS, marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 4 --servers 1", "0,3;1,2", "sharded", IN_SETS, marks=pytest.mark.slow),

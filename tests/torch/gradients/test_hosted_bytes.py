@@ -65,9 +65,9 @@ def per_step(runs: list[list[dict[str, Any]]], name: str, machine: str = "") -> 
 @pytest.mark.parametrize(
     ("machines", "servers"),
     [
-        pytest.param(2, 0, marks=pytest.mark.slow),
+        pytest.param(2, 0, marks=pytest.mark.long),
         pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.long),
         pytest.param(3, 2, marks=pytest.mark.slow),
     ],
 )

@@ -31,7 +31,7 @@ def run(layout: str, *cases: str, **settings: str) -> None:
     [
         "-np 1",
         "-np 2",
-        pytest.param("-np 1 --machines 2 --servers 1", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 2 --servers 1", marks=pytest.mark.long),
         pytest.param("-np 1 --machines 2", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2 --servers 1", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 3 --servers 2", marks=pytest.mark.long),
@@ -58,7 +58,7 @@ def test_process_sets(groups: str) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["4096", pytest.param("65536", marks=pytest.mark.long)])
-@pytest.mark.parametrize("layout", ["-np 2", "-np 2 --machines 2 --servers 1"])
+@pytest.mark.parametrize("layout", [pytest.param("-np 2", marks=pytest.mark.long), "-np 2 --machines 2 --servers 1"])
 def test_partitions_do_not_matter(layout: str, partition: str) -> None:
     cases = ["equal_under_backward", "steps_while_backward_runs", "ranks_with_other_numbers", "parts_of_the_model"]
     run(layout, *cases, BYTEPS_PARTITION_BYTES=partition, BYTEPS_FUSION_BYTES="10000")

@@ -161,6 +161,7 @@ def test_the_module_that_horovods_scripts_import_from() -> None:
     assert all(getattr(mpi_ops, name) is getattr(hvd, name) for name in mpi_ops.__all__)
 
 
+@pytest.mark.slow
 def test_modules_are_found_under_the_package_too() -> None:
     """As after ``horovod.torch`` was replaced everywhere in a script, whatever comes first; and each is there once."""
     code = """

@@ -48,6 +48,7 @@ def test_under_our_launcher() -> None:
     assert run.stdout.count("all is well") == 3
 
 
+@pytest.mark.slow
 def test_without_a_launcher() -> None:
     job = f"test-{uuid.uuid4()}"
     ranks = [

@@ -80,9 +80,9 @@ def test_on_two_machines_with_a_cpu_machine() -> None:
     ("ranks", "options"),
     [
         (2, "--schedule chimera --micro-batches 2 --check"),
-        pytest.param(2, "--schedule interleaved --chunks 2 --micro-batches 4 --check", marks=pytest.mark.slow),
+        pytest.param(2, "--schedule interleaved --chunks 2 --micro-batches 4 --check", marks=pytest.mark.long),
         pytest.param(2, "--schedule pipedream --micro-batches 4", marks=pytest.mark.slow),
-        pytest.param(1, "--schedule gpipe --micro-batches 4 --check", marks=pytest.mark.slow),
+        pytest.param(1, "--schedule gpipe --micro-batches 4 --check", marks=pytest.mark.long),
     ],
 )
 def test_a_pipeline_has_the_losses_of_one_process(ranks: int, options: str) -> None:
