@@ -24,7 +24,7 @@ def made(name: str, model: torch.nn.Module, every: int) -> Any:
     streaming = bps.local.Streaming(delay=min(10, every - 1))
     if name == "decoupled":
         return bps.local.DecoupledDiLoCo(model, inner, outer, every=every, quorum=2, streaming=streaming)
-    topk = bps.Compression.topk(0.03, error_feedback=True, bits=2)
+    topk = bps.Compression.topk(0.03, bits=2)
     compression = topk if name == "diloco_topk" else bps.Compression.with_error_feedback(bps.Compression.int8)
     return bps.local.DiLoCo(model, inner, outer, every=every, streaming=streaming, compression=compression)
 

@@ -27,7 +27,7 @@ def _diloco(name: str, model: nn.Module, inner: torch.optim.Optimizer, every: in
     compression = {
         "diloco": bps.Compression.none,
         "diloco_int8": bps.Compression.with_error_feedback(bps.Compression.int8),
-        "diloco_topk": bps.Compression.topk(0.03, error_feedback=True, bits=2),
+        "diloco_topk": bps.Compression.topk(0.03, bits=2),
     }
     return bps.local.DiLoCo(model, inner, outer, every=every, compression=compression[name])
 

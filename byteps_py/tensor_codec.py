@@ -138,6 +138,11 @@ class Codec:
         return min(127, (32767 if self.kind is CodecKind.THC_WIDE else 127) // machines)
 
     @property
+    def leaves_out(self) -> bool:
+        """True if some elements of a tensor are not sent."""
+        return self.kind in _SPARSE
+
+    @property
     def draws(self) -> bool:
         """True if the codec draws pseudo-random numbers."""
         return self.kind is CodecKind.RANDOMK or self.kind in _DITHERING

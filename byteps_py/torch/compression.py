@@ -459,6 +459,13 @@ def compression_of(choice: Any) -> type[Compressor]:
     return found
 
 
+def without_feedback(compression: type[Compressor]) -> type[Compressor]:
+    """The same, without error feedback: for a caller who sends later what was left out."""
+    if compression.codec is None:
+        return compression
+    return _coded(replace(compression.codec, error_feedback=False), compression.elements)
+
+
 def _any_compression_of(choice: Any) -> type[Compressor]:
     if isinstance(choice, type) and issubclass(choice, Compressor):
         return choice

@@ -28,7 +28,7 @@ DITHERINGS = [
     Codec(CodecKind.DITHERING_NATURAL_L2, 127, seed=1),
 ]
 THC, THC_WIDE = (Codec(kind, error_feedback=True) for kind in (CodecKind.THC, CodecKind.THC_WIDE))
-FAST = [INT8, TOPK, TOPK_2BIT, ONEBIT_SCALED, RANDOMK, DITHERINGS[1], THC]  # of each kernel that is told apart, one
+FAST = [INT8, TOPK_2BIT, ONEBIT_SCALED, RANDOMK, DITHERINGS[1], THC]  # of each kernel that is told apart, one
 CODECS = [
     INT8, E4M3, E5M2, TOPK, Codec.topk(1.0), Codec.topk(1 / 4096), TOPK_2BIT, Codec.topk(1.0, bits=2),
     Codec.topk(1 / 4096, bits=2), ONEBIT, ONEBIT_SCALED, RANDOMK, Codec.randomk(1.0), *DITHERINGS, THC, THC_WIDE,
@@ -118,7 +118,7 @@ def test_like_plain_torch(codec: Codec, feedback: bool) -> None:
 @pytest.mark.parametrize(
     "codec",
     # Each kind and dtype compiles kernels of its own.
-    [pytest.param(each, marks=pytest.mark.slow if each in FAST else pytest.mark.long) for each in CODECS],
+    [pytest.param(each, marks=pytest.mark.slow if each in (*FAST, TOPK) else pytest.mark.long) for each in CODECS],
     ids=str,
 )
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])

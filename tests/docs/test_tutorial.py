@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -71,9 +72,11 @@ def test_a_newcomer_follows_it_in_a_clean_clone(tmp_path: Path) -> None:
     [(first, expected)] = commands_of(PAGE.blocks_after("cluster")[0])
     assert len([*install, first]) <= 5
     script = "\n".join([*install, first])
+    began_s = time.monotonic()
     with shell(script, tree) as process:
         output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, output
+    print(f"from the clone to the losses of two machines: {time.monotonic() - began_s:.0f} s")
     assert with_the_pages_port(output).endswith(expected)
     for command, shown in commands_of(PAGE.blocks_after("one machine")[0]):
         with shell(f". venv/bin/activate\n{command}", tree) as process:

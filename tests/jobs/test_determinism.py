@@ -38,7 +38,7 @@ def test_results_depend_on_values_and_grouping_alone(layouts: list[tuple[int, in
 
 @pytest.mark.parametrize(
     ("machines", "ranks"),
-    [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow)],
+    [pytest.param(1, 2, marks=pytest.mark.slow), *(pytest.param(each, 1, marks=pytest.mark.slow) for each in (2, 3))],
 )
 def test_other_groupings_meet_their_own_reference(machines: int, ranks: int) -> None:
     assert digest_of(machines, ranks, servers=1 if machines == 3 else 0, partition_bytes=4 << 20, credit=64 << 20)

@@ -127,8 +127,8 @@ def test_calls_that_make_no_step_are_not_made_again(variant: str, kills: str, tm
 @pytest.mark.parametrize(
     ("victims", "machine"),
     [
-        (("byteps_py.worker",), "m1"),
-        pytest.param(("byteps_py.worker",), "m0", marks=SLOW),
+        pytest.param(("byteps_py.worker",), "m1", marks=SLOW),
+        pytest.param(("byteps_py.worker",), "m0", marks=LONG),
         pytest.param(("byteps_py.server",), "m0", marks=LONG),
         pytest.param(("byteps_py.scheduler",), "m0", marks=LONG),
         pytest.param(("byteps_py.worker", "byteps_py.server", str(PROGRAM)), "m1", marks=SLOW),

@@ -37,10 +37,10 @@ def launch(ranks: int, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "copies", "cases"),
     [
-        (2, 1, "equal raises refused"),
+        pytest.param(2, 1, "equal raises refused", marks=pytest.mark.slow),
         pytest.param(2, 1, "low_precision frozen_encoder checkpoints", marks=pytest.mark.slow),
         pytest.param(4, 2, "equal raises", marks=pytest.mark.slow),
-        pytest.param(4, 1, "frozen_encoder checkpoints", marks=pytest.mark.slow),
+        pytest.param(4, 1, "frozen_encoder checkpoints", marks=pytest.mark.long),
         pytest.param(4, 1, "equal raises refused low_precision", marks=pytest.mark.long),
         pytest.param(4, 2, "refused low_precision frozen_encoder checkpoints", marks=pytest.mark.long),
         pytest.param(1, 1, "raises frozen_encoder", marks=pytest.mark.long),

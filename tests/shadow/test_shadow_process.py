@@ -273,6 +273,7 @@ def test_a_reader_does_only_that(job: ShadowedJob) -> None:
     assert_restored(job.settings, parts)
 
 
+@pytest.mark.slow
 def test_a_reader_asks_again_when_its_connection_breaks(job: ShadowedJob) -> None:
     """Servers hold what is described meanwhile, so the answer is the same."""
     parts = train(job.join(), 2, count=400)

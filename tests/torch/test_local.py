@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.coded_sums import CodedSums
 from support.threaded import ThreadedCluster
 from torch import nn
 
 import byteps_py.torch as bps
+from byteps_py.tensor_codec import Codec
 from byteps_py.torch.local import DiLoCo, Streaming
 
 MACHINES = (2, 1)
@@ -256,6 +258,75 @@ def test_muon_beside_adamw_in_bfloat16() -> None:
     ThreadedCluster(MACHINES).run(main)
 
 
+def emulate_what_is_left_out(bits: int, delay: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The weights of all ranks before ``synchronize``, and after it: ranks keep what was not sent."""
+    size, every, alpha = sum(MACHINES), 4, 0.5 if delay else 0.0
+    models = [new_model(dtype=torch.float32) for _ in range(size)]
+    inner = [sgd(model) for model in models]
+    sums, overall = CodedSums(Codec.topk(SENT, bits=bits), list(MACHINES)), flat(models[0]).clone()
+    mean = torch.zeros(0)
+    for step in range(1, STEPS + 1):
+        for rank, model in enumerate(models):
+            train(model, inner[rank], rank, range(step, step + 1))
+        if step % every == 0:
+            mean = sums([overall - flat(model) for model in models], size)
+        if step >= every and (step - delay) % every == 0:
+            overall -= mean
+            for model in models:
+                own = flat(model)
+                put(model, torch.where(mean != 0, own.lerp(overall, 1 - alpha) if alpha else overall, own))
+    rest = [overall - flat(model) for model in models]
+    return [flat(model) for model in models], overall - (rest[0] + rest[1] + rest[2]) / size
+
+
+#: The share of 81 parameters in a block of 4,096 elements, of which 20 are sent.
+SENT = 20 / 4096
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def put(model: nn.Module, values: torch.Tensor) -> None:
+    params = list(model.parameters())
+    with torch.no_grad():
+        for param, part in zip(params, values.split([param.numel() for param in params]), strict=True):
+            param.copy_(part.view(param.shape))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("bits", [2, 32])
+def test_ranks_keep_what_a_compression_leaves_out(bits: int, delay: int) -> None:
+    """With error feedback or without; ``synchronize`` sends all of it."""
+    before, after = emulate_what_is_left_out(bits, delay)
+
+    def main(rank: int) -> None:
+        for feedback in (False, True):
+            model = new_model(dtype=torch.float32)
+            compression = bps.Compression.topk(SENT, error_feedback=feedback, bits=bits)
+            outer = torch.optim.SGD(model.parameters(), lr=1.0)
+            streaming = Streaming(delay=delay)
+            optimizer = DiLoCo(model, sgd(model), outer, every=4, streaming=streaming, compression=compression)
+            for step in range(1, STEPS + 1):
+                train(model, optimizer, rank, range(step, step + 1))
+                if step == 8 + delay // 2:  # goes on from its state: with a delay, a mean is under way
+                    state, kept = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+                    model = new_model(dtype=torch.float32)
+                    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+                    optimizer = DiLoCo(model, sgd(model), outer, every=4, streaming=streaming, compression=compression)
+                    model.load_state_dict(kept)
+                    optimizer.load_state_dict(state)
+            if not delay:  # with one, the last mean is still under way in the emulation
+                assert torch.equal(flat(model), before[rank])
+            optimizer.synchronize()
+            everyone = bps.allgather(flat(model).unsqueeze(0), name=f"weights.{feedback}")
+            assert torch.equal(everyone, everyone[:1].expand(3, -1))
+            if not delay:
+                torch.testing.assert_close(flat(model), after, rtol=1e-6, atol=1e-6)
+
+    ThreadedCluster(MACHINES, min_compress_bytes=0).run(main)
+
+
 @pytest.mark.parametrize("compression", [bps.Compression.none, bps.Compression.int8], ids=["none", "int8"])
 def test_a_rank_with_nan_is_named_on_all_ranks(compression: Any) -> None:
     def main(rank: int) -> None:
@@ -411,6 +482,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "distributed outer": (
         lambda m: DiLoCo(m, adamw(m), bps.DistributedOptimizer(adamw(m), m.named_parameters()), every=2),
         "the outer optimizer gets means already",
+    ),
+    "momentum of what is left out": (
+        lambda m: DiLoCo(
+            m, adamw(m), every=2, compression=bps.Compression.with_momentum(bps.Compression.topk(0.1), mu=0.9)
+        ),
+        "would count a change again in each outer step until it is sent",
     ),
     "codec of float64": (lambda m: DiLoCo(m, adamw(m), every=2, compression=bps.Compression.int8), "not for float64"),
 }

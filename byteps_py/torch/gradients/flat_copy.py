@@ -24,6 +24,7 @@ class FlatCopy:
     """The global values of parameters of one dtype and device.
 
     change: what is exchanged: a change, or the mean of all ranks' changes. views, changes: of each parameter's part.
+    is_sent: of which elements the last mean has something, if it may lack some; None: of all.
     """
 
     names: list[str]
@@ -32,6 +33,7 @@ class FlatCopy:
     change: torch.Tensor
     views: list[torch.Tensor]
     changes: list[torch.Tensor]
+    is_sent: torch.Tensor | None = None
 
     @classmethod
     def of(cls, named: Sequence[Named]) -> FlatCopy:
@@ -58,7 +60,14 @@ class FlatCopy:
 
     @torch.no_grad()
     def give_values(self, alpha: float = 0.0) -> None:
-        """Parameters become the global values, but for a share of ``alpha`` of their own."""
+        """Parameters become the global values, but for a share of ``alpha`` of their own, and for what was not sent."""
+        if self.is_sent is not None:
+            sent = self.is_sent.split([param.numel() for param in self.params])
+            for view, param, of in zip(self.views, self.params, sent, strict=True):
+                values = view.to(param.dtype)
+                values = param.lerp(values, 1 - alpha) if alpha else values
+                param.copy_(torch.where(of.view(param.shape), values, param))
+            return
         for view, param in zip(self.views, self.params, strict=True):
             if alpha:
                 param.lerp_(view.to(param.dtype), 1 - alpha)

@@ -29,7 +29,7 @@ from byteps_py.errors import HorovodInternalError, HostsUpdatedInterrupt, NonFin
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.collectives.dtypes import as_bytes
-from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
+from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of, without_feedback
 from byteps_py.torch.gradients.async_optimizer import AsyncStepper
 from byteps_py.torch.gradients.cross_barrier import CrossBarrierMixin
 from byteps_py.torch.gradients.flat_copy import FlatCopy, Named, copy_dtype
@@ -46,7 +46,7 @@ __all__ = ["DiLoCo", "Streaming"]
 #: Of the latest step, in the time that steps take.
 _SMOOTHING = 0.1
 #: Of a state_dict. Another one is refused.
-_FORMAT = "byteps_py.local.DiLoCo 2"
+_FORMAT = "byteps_py.local.DiLoCo 3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Fragment:
     has_values: bool = False  # new global values are there, which the parameters have yet to get
     is_finite: bool = True  # the own change that was sent last
     sent_at: int = 0  # the latest step whose change was sent
+    is_whole: bool = True  # … all elements of it
     outer_steps: int = 0  # made of it
 
 
@@ -121,7 +122,9 @@ class DiLoCo:
     momentum averages the models.
     every: the number of inner steps from one outer step to the next, H in the papers.
     streaming: in how many fragments the model travels, and under how many steps each. By default in one, under none.
-    compression: of the changes, one of bps.Compression; topk(0.03, error_feedback=True, bits=2) sends least.
+    compression: of the changes, one of bps.Compression; topk(0.03, bits=2) sends least. Where topk and randomk leave an
+    element out, parameters keep the rank's own values; what these differ by from the global ones is sent later. So no
+    other error feedback is needed, and none is used with these two.
     process_set: the ranks that train this model together.
 
     Each rank keeps 8 bytes for each parameter (global value and change), and the outer optimizer's states.
@@ -168,7 +171,7 @@ class DiLoCo:
         self._delay, self._alpha = whole_number("delay", streaming.delay, 0), streaming.own_share
         fragments = whole_number("fragments", streaming.fragments, 1)
         self._model = model
-        self._compression = compression_of(compression)
+        self._compression, self._leaves_out = _of_changes(compression)
         #: The inner optimizers.
         self.inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
         named = _trained(model, self.inner)
@@ -307,24 +310,31 @@ class DiLoCo:
 
     def synchronize(self) -> None:
         """Make all outer steps for the changes so far, without delay; all ranks then have the global parameters. All
-        ranks call it after the same number of steps: at the end of training, or before the model is saved."""
+        ranks call it after the same number of steps: at the end of training, or before the model is saved. With a
+        compression that leaves elements out, the whole changes travel here, without it."""
         for fragment in self._fragments:
             self._finish(fragment, self._alpha)
-            if fragment.sent_at < self.steps or self._alpha:
-                self._send(fragment)
+            if fragment.sent_at < self.steps or self._alpha or self._leaves_out:
+                self._start(fragment, is_whole=True)
         for fragment in self._fragments:
             self._finish(fragment, alpha=0.0)
 
     def _send(self, fragment: Fragment) -> None:
         """Send the changes of a fragment."""
-        options = ReductionOptions(Average, "DiLoCo", self._group, compression=self._compression)
+        self._start(fragment, is_whole=not self._leaves_out)
+
+    def _start(self, fragment: Fragment, is_whole: bool) -> None:
+        """``is_whole``: without a compression that leaves elements out."""
+        fragment.is_whole = is_whole
+        compression = Compression.none if is_whole and self._leaves_out else self._compression
+        options = ReductionOptions(Average, "DiLoCo", self._group, compression=compression)
         must_be_finite = nonfinite.mode_of(contexts.current()) is NonFinite.RAISE
         fragment.is_finite, fragment.sent_at = True, self.steps
         for index, copy in enumerate(fragment.copies):
             copy.take_change()
             if must_be_finite:
                 fragment.is_finite = fragment.is_finite and nonfinite.is_finite(copy.change)
-            name = f"{fragment.name}.{index}"
+            name = f"{fragment.name}.{index}{'.whole' if is_whole and self._leaves_out else ''}"
             fragment.handles.append(start_reduction([copy.change], [copy.change], name, options))
 
     def _receive(self, fragment: Fragment) -> None:
@@ -339,6 +349,8 @@ class DiLoCo:
                 )
         fragment.handles.clear()
         self._check_finite(fragment)
+        for copy in fragment.copies:
+            copy.is_sent = None if fragment.is_whole else copy.change != 0
         self._outer_step(fragment)
         fragment.has_values = True
         fragment.outer_steps += 1
@@ -435,6 +447,8 @@ class DiLoCo:
             fragment.has_values = not is_new and (fragment.has_values or has_own_change)
             fragment.outer_steps = outer_steps
             for copy, old in zip(fragment.copies, olds, strict=False):
+                if has_own_change:  # nobody told this rank of which elements
+                    copy.is_sent = None
                 if is_new:
                     copy.give_values()
                 elif not has_own_change:
@@ -501,6 +515,7 @@ class DiLoCo:
                     "sent_at": fragment.sent_at,
                     "outer_steps": fragment.outer_steps,
                     "has_values": fragment.has_values,
+                    "is_sent": [copy.is_sent for copy in fragment.copies],
                     "values": [copy.values.detach() for copy in fragment.copies],
                 }
                 for fragment in self._fragments
@@ -530,8 +545,9 @@ class DiLoCo:
             fragment.handles.clear()
             fragment.sent_at = saved["sent_at"]
             fragment.outer_steps, fragment.has_values = saved["outer_steps"], saved["has_values"]
-            for copy, values in zip(fragment.copies, saved["values"], strict=True):
+            for copy, values, is_sent in zip(fragment.copies, saved["values"], saved["is_sent"], strict=True):
                 copy.values.copy_(values)
+                copy.is_sent = None if is_sent is None else is_sent.to(copy.values.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises UsageError: the object belongs to this process and its job."""
@@ -546,6 +562,19 @@ def whole_number(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"DiLoCo: {name} is a whole number of at least {least}, not {value!r}")
     return value
+
+
+def _of_changes(choice: Any) -> tuple[type[Compressor], bool]:
+    """(the compression of changes, whether it leaves elements out). Raises UsageError."""
+    compression = compression_of(choice)
+    if (codec := compression.codec) is None or not codec.leaves_out:
+        return compression, False
+    if codec.momentum:
+        raise UsageError(
+            f"DiLoCo: {compression.__name__} would count a change again in each outer step until it is sent: leave out "
+            "the compression's momentum, and give it to the outer optimizer"
+        )
+    return without_feedback(compression), True
 
 
 def _trained(model: torch.nn.Module, inner: Sequence[torch.optim.Optimizer]) -> list[Named]:

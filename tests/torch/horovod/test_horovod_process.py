@@ -34,7 +34,12 @@ def test_on_threads(machines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "ranks"), [*(pytest.param(1, ranks, marks=pytest.mark.slow) for ranks in (2, 4)), (2, 2)]
+    ("machines", "ranks"),
+    [
+        *(pytest.param(1, ranks, marks=pytest.mark.slow) for ranks in (2, 4)),
+        (2, 1),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(300)
 def test_with_services(machines: int, ranks: int) -> None:

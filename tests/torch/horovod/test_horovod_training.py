@@ -32,6 +32,7 @@ def test_everything(options, tmp_path) -> None:
         assert all(event["dur"] > 0 and event["pid"] == rank for event in events if event["ph"] == "X")
 
 
+@pytest.mark.slow
 def test_an_elastic_training_that_loses_a_rank_says_that_this_is_not_possible_yet() -> None:
     done = bpslaunch(("-np", "2"), [PROGRAM, "lost"], timeout_s=100, **LIMITS)
     assert done.returncode != 0

@@ -67,6 +67,7 @@ def test_who_adds_up_a_large_tensor_is_told_of_a_killed_rank(turn: int) -> None:
     assert "PeerLostError" in said, said
 
 
+@pytest.mark.slow
 def test_who_waits_for_too_long_says_for_whom() -> None:
     """It does not look at that again and again until the group's own, longer timeout."""
     program = str(PROGRAMS / "backend_ends.py")
