@@ -99,7 +99,7 @@ def test_what_make_dist_builds_works_in_new_environments(tmp_path: Path) -> None
         assert [("torch 2." in line, "no torch: " in line) for line in tried] == [(False, True), (True, False)], tried
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_cpu_machine_works_with_the_first_releases_of_all_requirements(tmp_path: Path) -> None:
     """``make lowest-versions`` also has torch, from the index of its CPU builds."""
