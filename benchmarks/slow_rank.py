@@ -168,8 +168,8 @@ class Lines:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             found = _NAMED.search(line)
+            self.others = [*self.others[-50:], line]
             if found is None:
-                self.others = [*self.others[-50:], line]
                 continue
             who = int(found["rank"] or found["worker"] or -1)
             self._named.put((time.monotonic(), (who, found["reason"], int(found["price"]) / 100)))

@@ -43,7 +43,7 @@ _AHEAD = 1.5
 _CHANCE_DEVIATIONS, _CHANCE_RANKS, _CHANCE_DOUBLING = 6.0, 16, 1.5
 #: So many judgements in a row name it; so many, below the part of the price, free it.
 _NAMED_AFTER, _FREE_AFTER, _FREE_PART = 3, 12, 0.5
-#: Its price is known once it grows by less than this from one judgement to the next, or after so many.
+#: Its price is known once it is no more than so many times what it was before, or after so many judgements.
 _STEADY, _NAMED_AT_LAST = 1.1, 7
 _EVERY_S = 0.4
 #: It waits for data if this share of what it takes longer lies before the first operation of steps, and other parts
@@ -55,6 +55,9 @@ _PAUSE_PIECES = 0.65
 #: a long backward pass: reports so far apart must each have this part of what they take longer.
 _LEAST_PAUSES = 1.7
 _PAUSES_APART_S, _PAUSE_PART = 0.45, 0.2
+#: One long piece is none, either, if it is the second of its rank within so many seconds: some pauses fall into waits
+#: for others, and are seen in no rank's own work.
+_PAUSES_WITHIN_S = 6.0
 _FIRST = 0  # the kind of work before a step's first operation
 #: A slow link takes that many times as long as others, and so many times as long as the next slowest in its direction:
 #: acknowledgements are late on busy machines. It is named after as many judgements as a price that is not known yet.
@@ -85,6 +88,7 @@ class Straggler:
 @dataclass(slots=True)
 class _Suspicion:
     straggler: Straggler  # as it was judged last
+    most: float  # its highest price so far
     rows: int = 0
     quick: int = 0
     is_named: bool = False
@@ -137,6 +141,10 @@ class _Window:
             self._parts = _summed(report for *_, report in self._reports)
         return self._parts
 
+    def longest_at_s(self, usual_s: Mapping[int, float]) -> float:
+        """When the report came whose pieces took longer than usual ones by the most."""
+        return max((_longer_s(report, usual_s), at_s) for at_s, *_, report in self._reports)[1]
+
     def longer_for_s(self, usual_s: Mapping[int, float], part: float) -> float:
         """In how many seconds pieces took longer than usual ones, but for this part at the begin and at the end."""
         longer = [(at_s, max(_longer_s(report, usual_s), 0.0)) for at_s, *_, report in self._reports]
@@ -164,6 +172,7 @@ class SlowRankWatch:
         self._machines: dict[int, int | None] = {}  # by rank
         self._usages = UsageWindow(WINDOW_S)
         self._suspicions: dict[tuple[bool, int], _Suspicion] = {}
+        self._long_s: dict[int, list[float]] = {}  # by rank: when the reports of its latest long pieces came
         self._judged_s = -float("inf")
 
     def report(
@@ -190,12 +199,12 @@ class SlowRankWatch:
         found = {(each.is_rank, each.who): each for each in (*ranks, *links)}
         named = []
         for key, straggler in found.items():
-            known = self._suspicions.setdefault(key, _Suspicion(straggler))
+            known = self._suspicions.setdefault(key, _Suspicion(straggler, straggler.price))
             is_same = known.straggler.reason == straggler.reason
             # Another reason is not named at once: of the first long pieces it is not known yet how many there will be.
             known.rows, known.quick = known.rows + 1 if is_same else min(known.rows, _NAMED_AFTER - 1), 0
-            is_steady = straggler.price <= _STEADY * known.straggler.price
-            known.straggler = straggler
+            is_steady = straggler.price <= _STEADY * known.most
+            known.straggler, known.most = straggler, max(known.most, straggler.price)
             least = _NAMED_AFTER if is_steady and straggler.is_rank else _NAMED_AT_LAST
             if not known.is_named and known.rows >= least:
                 known.is_named = True
@@ -203,8 +212,9 @@ class SlowRankWatch:
         for key, known in list(self._suspicions.items()):
             if key not in found:
                 known.quick += 1
-                known.rows = 0
-                if not known.is_named or known.quick >= _FREE_AFTER:
+                # A pause that falls into a wait for others is seen in no rank's own work.
+                known.rows = max(known.rows - 1, 0) if known.straggler.reason == PAUSES else 0
+                if not (known.is_named or known.rows) or known.quick >= _FREE_AFTER:
                     del self._suspicions[key]
         return named
 
@@ -220,6 +230,9 @@ class SlowRankWatch:
     def _forget(self, now_s: float) -> None:
         for rank in [rank for rank, window in self._windows.items() if not window.forget(now_s - WINDOW_S)]:
             del self._windows[rank], self._machines[rank]
+        for rank, times_s in list(self._long_s.items()):
+            if times_s[-1] < now_s - _PAUSES_WITHIN_S:
+                del self._long_s[rank]
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
@@ -250,7 +263,7 @@ class SlowRankWatch:
                 break
             if price < chance * _chance_deviation(rank, ranks):
                 break
-            if (straggler := _explained(rank, price, ranks)) is None:
+            if (straggler := _explained(rank, price, ranks, self._long_s)) is None:
                 continue
             slow.append(straggler)
             if price >= _AHEAD * next_price:
@@ -306,6 +319,8 @@ class SlowRankWatch:
             if way is not None and way.is_one_way:
                 if sends != (way.slower_sending > way.slower_receiving):
                     continue  # only acknowledgements are late
+            elif way is not None and min(way.slower_sending, way.slower_receiving) >= _SLOW_LINK:
+                reason = LINK
             elif other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY:
                 reason = LINK
             elif other_way > ratio:
@@ -371,8 +386,11 @@ def _chance_deviation(rank: int, ranks: Mapping[int, _Window]) -> float:
     return math.sqrt(variance_s2) / own.elapsed_s
 
 
-def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggler | None:
-    """Why it is slow, by the parts of its own work. None: it has had one long piece, or some at one time."""
+def _explained(
+    rank: int, price: float, ranks: Mapping[int, _Window], long_s: dict[int, list[float]]
+) -> Straggler | None:
+    """Why it is slow, by the parts of its own work. None: it has had one long piece, or some at one time. ``long_s``:
+    when ranks had long pieces, to which this one's is added."""
     own, others = ranks[rank], [window for other, window in ranks.items() if other != rank]
     usual_s: dict[int, float] = {}  # of one piece
     longer_s: dict[int, float] = {}  # of all pieces
@@ -385,7 +403,11 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
     detail = f"its own work takes {share:.0%} of the time, that of the others {share - price:.0%}"
     long, count = _long_pieces(own.parts, usual_s, longer_s, total)
     if count and long < _PAUSE_PIECES * count:
-        if long < _LEAST_PAUSES or own.longer_for_s(usual_s, _PAUSE_PART) < _PAUSES_APART_S:
+        at_s, times_s = own.longest_at_s(usual_s), long_s.setdefault(rank, [])
+        if not times_s or at_s >= times_s[-1] + _PAUSES_APART_S:
+            times_s[:] = [*(each for each in times_s if each >= at_s - _PAUSES_WITHIN_S), at_s]
+        is_one = long < _LEAST_PAUSES or own.longer_for_s(usual_s, _PAUSE_PART) < _PAUSES_APART_S
+        if is_one and len(times_s) < 2:
             return None
         return Straggler(rank, True, PAUSES, price, detail)
     first_s = longer_s.get(_FIRST, 0.0)
