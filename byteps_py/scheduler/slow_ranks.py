@@ -319,7 +319,7 @@ class SlowRankWatch:
             if way is not None and way.is_one_way:
                 if sends != (way.slower_sending > way.slower_receiving):
                     continue  # only acknowledgements are late
-            elif way is not None and min(way.slower_sending, way.slower_receiving) >= _SLOW_LINK:
+            elif way is not None and min(way.slower_sending, way.slower_receiving) >= _SLOW_WAY:
                 reason = LINK
             elif other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY:
                 reason = LINK
