@@ -319,9 +319,9 @@ class SlowRankWatch:
             if way is not None and way.is_one_way:
                 if sends != (way.slower_sending > way.slower_receiving):
                     continue  # only acknowledgements are late
-            elif way is not None and min(way.slower_sending, way.slower_receiving) >= _SLOW_WAY:
-                reason = LINK
-            elif other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY:
+            elif (way is not None and way.is_slow_both_ways) or (
+                other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY
+            ):
                 reason = LINK
             elif other_way > ratio:
                 continue  # acknowledgements of the slow direction are late, so that this one is slow, too
@@ -336,6 +336,10 @@ class _Way(NamedTuple):
     received_mbit: float
     slower_sending: float
     slower_receiving: float
+
+    @property
+    def is_slow_both_ways(self) -> bool:
+        return min(self.slower_sending, self.slower_receiving) >= _SLOW_WAY
 
     @property
     def is_one_way(self) -> bool:
