@@ -82,6 +82,7 @@ class _Link:
 
     def __init__(self, on_answer: Callable[[Header, zmq.Frame | None], None]) -> None:
         self.on_answer = on_answer
+        self.rails = (self,)
         self.sent: list[Header] = []  # the last ones
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:

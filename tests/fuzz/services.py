@@ -121,6 +121,7 @@ class _Link:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.traffic = Traffic()
+        self.rails = (self,)
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         header.pack()

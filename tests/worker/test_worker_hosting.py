@@ -78,6 +78,7 @@ class Service:
             handle=lambda event: self.carry_out(self.pipeline.handle(event, 0.0)),
             ranks=self.ranks,
             kernels=kernels,
+            coded_parts=SimpleNamespace(change_of=lambda step, outputs: None),  # of parameters without a codec
         )
         self.hosting = Hosting(topology, cast(SlotMemory, memory), cast(Executor, executor), self.pipeline)
 
