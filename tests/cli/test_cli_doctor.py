@@ -121,6 +121,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert lines[at + 1].strip().startswith("→ correct it")
 
 
+@pytest.mark.slow
 def test_the_links_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with launch("-np 1 --machines 2 --servers 1", "told") as job:
         job.until("0: training", "1: training")

@@ -218,7 +218,7 @@ def test_any_bytes_are_added_and_decoded(codec: Codec) -> None:
 
 def test_positions_outside_of_a_block_are_left_out() -> None:
     """Whatever another machine sends, nothing is written elsewhere: here the end of a block that the tensor lacks."""
-    codec = Codec.topk(0.01)
+    codec = Codec.topk(0.01, bits=2)
     code = np.zeros(2 * codec.item_bytes, np.uint8)
     whole = np.zeros(8192, np.float32)
     whole[[4096 + 903, 4096 + 904, 8191]] = 1, 2, 3
@@ -233,11 +233,11 @@ def test_positions_outside_of_a_block_are_left_out() -> None:
         assert np.count_nonzero(result[:5000]) <= most
         assert result[5000:].all()
         assert error.all()
-        assert wild is not code or result[4096 + 903] == 1
+        assert wild is not code or result[4096 + 903] == 1  # the only one below the mean of all three
 
 
 @pytest.mark.parametrize("entries", [1, 2, 41, 123, 2049, 4096])
-@pytest.mark.parametrize("kind", [CodecKind.TOPK, CodecKind.TOPK_2BIT])
+@pytest.mark.parametrize("kind", [pytest.param(CodecKind.TOPK, marks=pytest.mark.slow), CodecKind.TOPK_2BIT])
 def test_positions_travel_as_elias_and_fano_wrote_them(kind: CodecKind, entries: int) -> None:
     """The bits of a block, read as the Codec's docstring says."""
     codec, values = Codec(kind, entries), np.random.default_rng(entries).normal(size=4096).astype(np.float32)

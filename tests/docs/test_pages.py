@@ -24,7 +24,9 @@ PROGRAMS = [
     if program[0].startswith("bpslaunch")
 ]
 COMMANDS = [
-    pytest.param(name, block, id=f"{name}:{block.line}", marks=[] if "bps plan" in block.code else pytest.mark.slow)
+    pytest.param(
+        name, block, id=f"{name}:{block.line}", marks=[] if "bps plan size" in block.code else pytest.mark.slow
+    )
     for name, page in PAGES.items()
     for block in page.blocks
     if block.marker == "run"

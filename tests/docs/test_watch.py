@@ -66,6 +66,7 @@ def test_tokens_are_counted() -> None:
         ThreadedCluster((size,)).run(main)
 
 
+@pytest.mark.slow
 def test_csv(tmp_path: Path) -> None:
     run_block("csv", tmp_path)
     with open(tmp_path / "metrics-0.csv", newline="") as file:

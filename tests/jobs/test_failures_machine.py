@@ -14,7 +14,7 @@ from support.clusters import ROOT
 SHIM = ROOT / "tests" / "programs" / "jumping_clock.c"
 
 
-@pytest.mark.parametrize("options", ["-np 2", "-np 1 --machines 2 --servers 1"])
+@pytest.mark.parametrize("options", ["-np 2", pytest.param("-np 1 --machines 2 --servers 1", marks=pytest.mark.slow)])
 def test_a_hundred_times_init_and_shutdown_leave_nothing(options: str) -> None:
     """In no process: of services, all; see rank.py."""
     with launch(options, "repeat", "100", PS_HEARTBEAT_TIMEOUT="30") as job:

@@ -186,7 +186,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize(
+    "case", ["before init", *(pytest.param(each, marks=pytest.mark.slow) for each in ENDS if each != "before init")]
+)
 def test_the_traceback_of_a_single_process_ends_at_the_programs_line(case: str, tmp_path: Path) -> None:
     lines, error = ENDS[case]
     program = tmp_path / "program.py"

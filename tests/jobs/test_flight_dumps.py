@@ -81,7 +81,11 @@ ANOTHER = ("Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH", "found collec
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("missing", MISSING), pytest.param("another", ANOTHER, marks=pytest.mark.long)]
+    ("how", "expected"),
+    [
+        pytest.param("missing", MISSING, marks=pytest.mark.slow),
+        pytest.param("another", ANOTHER, marks=pytest.mark.long),
+    ],
 )
 def test_the_culprit_of_a_stalled_job_is_named(tmp_path: Path, how: str, expected: tuple[str, ...]) -> None:
     done = run(how, tmp_path)

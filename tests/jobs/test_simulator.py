@@ -102,7 +102,11 @@ def test_a_seed_gives_one_log(kind: type[Cluster], seeds: tuple[int, ...]) -> No
     assert run(1, kind).log != run(2, kind).log
 
 
-@pytest.mark.parametrize("seeds", [range(400, 401), pytest.param(range(401, 404), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(range(400, 401), marks=pytest.mark.slow), pytest.param(range(401, 404), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
     """Neither addresses nor the order of sets and hashes have a say in it."""
     call = f"print(*test_simulator.digests(range({seeds.start}, {seeds.stop})))"
@@ -124,9 +128,9 @@ def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
         (Cluster, FAULTS),
         (ElasticCluster, SHOCKS),
         (OutageCluster, (*OUTAGES, CUT_OFF)),
-        (ElasticOutageCluster, (*SHOCKS, *OUTAGES, CUT_OFF)),
-        (ShadowCluster, (ALL_DIE, CUT, SHORTAGE, JOIN)),
-        (InPlaceCluster, IN_PLACE_SHOCKS),
+        pytest.param(ElasticOutageCluster, (*SHOCKS, *OUTAGES, CUT_OFF), marks=pytest.mark.slow),
+        pytest.param(ShadowCluster, (ALL_DIE, CUT, SHORTAGE, JOIN), marks=pytest.mark.slow),
+        pytest.param(InPlaceCluster, IN_PLACE_SHOCKS, marks=pytest.mark.slow),
         (LinksCluster, (LINK,)),
     ],
 )

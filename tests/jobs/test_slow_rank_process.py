@@ -18,6 +18,7 @@ PROGRAM = ROOT / "tests" / "programs" / "slow_rank.py"
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_the_slow_rank_of_a_running_job_is_named() -> None:
     with launch("-np 4", program=PROGRAM, BYTEPS_LOG_LEVEL="WARNING") as job:
         said = job.until("of the time; its own work takes")

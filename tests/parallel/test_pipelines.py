@@ -37,7 +37,12 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
         pytest.param("-np 1 --machines 2 --servers 1", 1, "structures checkpoints overlaps", marks=pytest.mark.slow),
         pytest.param("-np 4", 1, "peaks skips same_bits large_values", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2", 1, "large_values", marks=pytest.mark.slow),
-        ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients side_by_side"),
+        pytest.param(
+            "-np 4",
+            2,
+            "tokens_count clipping stale other_meshes float32_gradients side_by_side",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("-np 4", 2, "in_front batch_norm scalers", marks=pytest.mark.long),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.long),
         pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),

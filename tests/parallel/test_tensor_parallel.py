@@ -19,7 +19,7 @@ CASES = ("equal", "exact", "conjugates", "communicates", "cross_entropies", "gat
     "layout",
     [
         "-np 2",
-        "-np 1 --machines 2 --servers 1",
+        pytest.param("-np 1 --machines 2 --servers 1", marks=pytest.mark.slow),
         pytest.param("-np 4", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
     ],

@@ -171,7 +171,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("cpu_index", "beside", "expected"),
     [
         pytest.param(["there", TORCH + "+cpu"], [], TORCH + "+cpu", marks=pytest.mark.slow),
-        (["there"], [], None),  # not PyPI's, which is gigabytes
+        pytest.param(["there"], [], None, marks=pytest.mark.slow),  # not PyPI's, which is gigabytes
         (["silent"], [], None),
         (["silent"], [TORCH + "+cpu"], TORCH + "+cpu"),  # a wheel on this machine
         ([], [], TORCH),

@@ -168,6 +168,7 @@ def test_what_says_much_before_it_has_proven_anything_is_cut_off(rank: Connected
     assert time.monotonic() < began + PATIENCE_S
 
 
+@pytest.mark.slow
 def test_a_listener_that_dribbles_does_not_keep_its_caller() -> None:
     rank = ConnectedRank(1, SETTINGS["signed"])
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:

@@ -104,7 +104,10 @@ def test_frames_that_are_damaged_again_and_again_but_not_twice_all_come() -> Non
             assert flip.flipped == 1
 
 
-@pytest.mark.parametrize("protection", SETTINGS)
+@pytest.mark.parametrize(
+    "protection",
+    [pytest.param(each, marks=() if each == "open" else pytest.mark.slow) for each in SETTINGS],
+)
 def test_what_comes_damaged_twice_is_an_error_that_names_the_link(protection: str) -> None:
     def spoil(data: bytes, is_caller: bool) -> bytes:
         return data if is_caller or len(data) < 10_000 else data[:-1] + bytes([data[-1] ^ 1])
@@ -267,6 +270,7 @@ def test_a_link_that_carries_nothing_any_more_is_named_and_not_its_ranks() -> No
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_long_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
     """It calls nothing, but answers heartbeats."""
     with behind_proxy(quick("open")) as (ranks, _):

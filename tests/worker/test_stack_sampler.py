@@ -16,7 +16,7 @@ from byteps_py.system import stack_dump as stack
 PROGRAM = Path(__file__).parents[1] / "programs" / "stuck.py"
 
 
-@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.slow)])
 def test_every_machine_logs_where_the_missing_rank_is(machines: int, tmp_path: Path) -> None:
     run = bpslaunch(
         ["-np", str(2 // machines), "--machines", str(machines)],
