@@ -71,7 +71,7 @@ def test_a_slow_link_is_named_and_the_weights_are_the_same(
     assert digests == calm(2, OPTIONS, STEPS).digests
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_probe_shows_that_a_machine_without_a_share_has_a_fast_link_again(hosts: list[Host]) -> None:
     """Three GPU machines. Without a share, the third one sends as much in a sum as its slow link carried."""
     port = str(free_port())
@@ -113,7 +113,7 @@ def test_a_probe_shows_that_a_machine_without_a_share_has_a_fast_link_again(host
         assert scheduler.end() == 0, scheduler.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_reach_each_other_through_a_third_machine_which_then_dies(hosts: list[Host], tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     environ = {**ENVIRON, "BYTEPS_LINK_MBIT": f"{RATE_MBIT:g}"}

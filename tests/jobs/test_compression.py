@@ -33,7 +33,9 @@ def test_like_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(3, 1, 2), pytest.param((1, 2, 0), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(each, marks=pytest.mark.long) for each in ((3, 1, 2), (1, 2, 0)))], ids=str
+)
 def test_each_codec_is_like_one_process(layout: tuple[int, int, int]) -> None:
     assert len(digests(*layout)) == 1
 

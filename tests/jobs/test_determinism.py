@@ -30,7 +30,7 @@ def digest_of(machines: int, ranks: int, servers: int, partition_bytes: int, cre
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layouts", [LAYOUTS[:2], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["two", "all"])
+@pytest.mark.parametrize("layouts", [LAYOUTS[:2], pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["two", "all"])
 def test_results_depend_on_values_and_grouping_alone(layouts: list[tuple[int, int, int]]) -> None:
     digests = {layout: digest_of(2, 2, *layout) for layout in layouts}
     assert len(set(digests.values())) == 1, digests

@@ -49,7 +49,7 @@ def test_lost_and_damaged_messages_are_said_again_and_every_sum_is_exact() -> No
     assert ranks.count("came damaged: it is asked for again") == faults.count("flip down")
 
 
-@pytest.mark.parametrize("times", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_one_message_in_twenty_is_lost_with_its_connection_and_every_sum_is_exact(times: int) -> None:
     """Also of those that a new connection begins with."""
     reduce_under(f"lose {times}")

@@ -147,7 +147,7 @@ def test_services_and_machines_are_killed(victims: tuple[str, ...], machine: str
         assert all(len(times) == 1 for times in begun(job).values()), job.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_was_started_again_is_told_what_nobody_answers(tmp_path: Path) -> None:
     with training(tmp_path, options="--max-restarts 1", TEST_KILLS="1:4:step", TEST_PRELUDE="1") as job:
         assert job.end() == 1
@@ -201,7 +201,7 @@ def test_a_mesh_is_started_again_as_a_whole(layout: str, tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_fail_each_time_end_the_job(tmp_path: Path) -> None:
     kills = " ".join(f"2:{call}:step" for call in range(3, 9))
     with training(tmp_path, options="--max-restarts 2", TEST_KILLS=kills) as job:

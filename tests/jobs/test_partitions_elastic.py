@@ -52,7 +52,7 @@ def start(host: Host, scheduler: Host, port: int, *words: str, **own: str) -> co
 @pytest.mark.parametrize(
     ("to_it", "from_it"),
     [
-        pytest.param(True, True, id="both ways", marks=pytest.mark.slow),
+        pytest.param(True, True, id="both ways", marks=pytest.mark.long),
         pytest.param(True, False, id="it hears nobody", marks=pytest.mark.long),
         pytest.param(False, True, id="nobody hears it", marks=pytest.mark.long),
     ],

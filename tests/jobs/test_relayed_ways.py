@@ -32,7 +32,7 @@ def carried(job: Job) -> int:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("2x2x1x1 2x1x2x1 1x2x1x2", id="mesh, and checkpoints", marks=pytest.mark.slow),
+        pytest.param("2x2x1x1 2x1x2x1 1x2x1x2", id="mesh, and checkpoints", marks=pytest.mark.long),
         pytest.param("2x1x1x2:hosted=machine 1x1x2x2:hosted=sharded", id="mesh, hosted", marks=pytest.mark.long),
     ],
 )

@@ -94,7 +94,7 @@ def digests(seeds: Iterable[int]) -> list[str]:
     return [hashlib.sha256(report.log.encode()).hexdigest() for report in reports]
 
 
-@pytest.mark.parametrize("seeds", [(3,), pytest.param((5, 8, 25), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [(3,), pytest.param((5, 8, 25), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_a_seed_gives_one_log(kind: type[Cluster], seeds: tuple[int, ...]) -> None:
     for seed in seeds:

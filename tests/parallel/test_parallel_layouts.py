@@ -23,7 +23,7 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
         pytest.param(
             "-np 8",
             "2x2x2x1 2x1x2x2 1x2x2x2:zero1 4x1x2x1:no_sequence_parallel=1",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "-np 8",
@@ -73,7 +73,7 @@ _MACHINE, _SHARDED = ":hosted=machine", ":hosted=sharded"
         pytest.param(
             "-np 4 --machines 2 --servers 1",
             f"2x1x2x2{_MACHINE} 1x2x2x2:tied=1{_SHARDED} 2x2x1x2{_MACHINE} 4x1x2x1{_SHARDED}",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -45,7 +45,7 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
         ),
         pytest.param("-np 4", 2, "in_front batch_norm scalers", marks=pytest.mark.long),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.long),
-        pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),
+        pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2", 2, "equal checkpoints", marks=pytest.mark.long),
         pytest.param("-np 3 --machines 2", 1, "chimera peaks", marks=pytest.mark.long),

@@ -28,10 +28,10 @@ QUICK = ["clips", "tied", "exact", "scales", "frees", "divides_saved_inputs", "r
     [
         ("-np 2", "byteps", [*QUICK, "equal"]),
         pytest.param("-np 2", "byteps", CASES, marks=pytest.mark.slow),
-        pytest.param("-np 4", "byteps", CASES, marks=pytest.mark.slow),
+        pytest.param("-np 4", "byteps", CASES, marks=pytest.mark.long),
         pytest.param("-np 2", "gloo", CASES, marks=pytest.mark.long),
-        pytest.param("-np 4", "gloo", QUICK, marks=pytest.mark.slow),
-        pytest.param("-np 2 --machines 2 --servers 1", "byteps", [*QUICK, "equal", "saves"], marks=pytest.mark.slow),
+        pytest.param("-np 4", "gloo", QUICK, marks=pytest.mark.long),
+        pytest.param("-np 2 --machines 2 --servers 1", "byteps", [*QUICK, "equal", "saves"], marks=pytest.mark.long),
     ],
 )
 def test_beside_one_process(layout: str, backend: str, cases: list[str]) -> None:

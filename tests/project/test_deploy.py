@@ -273,7 +273,7 @@ def test_the_locked_packages_are_those_that_pyproject_asks_for(image: str) -> No
     assert image == "build" or server.items() <= locked.items()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)  # every kernel is compiled: a minute of two free cores
 def test_every_command_of_the_dockerfile_runs(tmp_path: Path) -> None:
     """Its RUN lines as they stand, in the folders that its COPY lines fill; only packages are not installed."""

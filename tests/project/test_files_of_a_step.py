@@ -20,7 +20,7 @@ OF_OTHER_FLOWS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_gradient_passes_from_the_hook_to_the_server_and_back(tmp_path: Path) -> None:
     result = tmp_path / "files.json"
     tool = [sys.executable, "-m", "tests.support.files_of_a_step", "--flow", "gradient", "--steps", "3"]

@@ -111,7 +111,7 @@ def _site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_its_links_lead_somewhere(site: Path) -> None:
     pages = {path: Links(path) for path in site.rglob("*.html")}

@@ -202,7 +202,7 @@ def test_a_cpu_machine_whose_service_answers_late_is_relieved_until_it_is_quick_
     assert job.over_optimum < 1.02
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_that_has_no_share_left_is_tried_again() -> None:
     job = traffic(4, 2)
     job.answering[0] = MBIT / 5000

@@ -42,7 +42,7 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS,
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
         pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
         pytest.param("lamb", 2, 1, marks=pytest.mark.long),
-        pytest.param("adagrad", 3, 2, marks=pytest.mark.slow),
+        pytest.param("adagrad", 3, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_job_that_is_killed_goes_on_from_its_last_step(
@@ -62,7 +62,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
 @pytest.mark.parametrize(
     ("optimizer", "machines", "servers", "before", "after"),
     [
-        ("lamb", 3, 2, "machine", "machine"),
+        pytest.param("lamb", 3, 2, "machine", "machine", marks=pytest.mark.long),
         ("adamw-in-backward", 2, 2, "machine", "sharded"),
         pytest.param("adamw", 2, 1, "machine", "machine", marks=pytest.mark.long),
         pytest.param("adagrad", 2, 1, "sharded", "machine", marks=pytest.mark.long),

@@ -212,7 +212,7 @@ def test_what_is_written_is_what_the_training_had(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torch_loads_it(tmp_path: Path) -> None:
     """On one process and with FSDP2, without this package."""
     folder = tmp_path / "checkpoints"

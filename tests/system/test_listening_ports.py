@@ -61,6 +61,7 @@ def check_end(job: Running) -> None:
 
 
 @long_secrets
+@pytest.mark.long
 def test_forged_routing_ids_at_every_port(job: Running) -> None:
     """libzmq ends the process when an id that a peer chose meets its own counter."""
     ports = listening_ports(job.process.pid)

@@ -249,7 +249,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_traces_of_a_real_training(tmp_path: Path) -> None:
     """Three processes with gloo."""
     program, traces = tmp_path / "train.py", tmp_path / "traces"

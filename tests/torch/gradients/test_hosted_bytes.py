@@ -137,7 +137,7 @@ def test_bytes_of_a_shadowed_step(machines: int, servers: int, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("machines", "servers", "copies"),
     [
-        (3, 1, 1),
+        pytest.param(3, 1, 1, marks=pytest.mark.long),
         pytest.param(4, 2, 1, marks=pytest.mark.long),
         pytest.param(3, 0, 1, marks=pytest.mark.long),
         pytest.param(2, 2, 2, marks=pytest.mark.long),

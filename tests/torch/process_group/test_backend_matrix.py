@@ -22,7 +22,7 @@ FEATURES = [
     ("machines", "ranks", "servers"),
     [
         pytest.param(1, 4, 0, marks=pytest.mark.long),
-        pytest.param(1, 4, 2, marks=pytest.mark.slow),
+        pytest.param(1, 4, 2, marks=pytest.mark.long),
         pytest.param(2, 2, 0, marks=pytest.mark.long),
         pytest.param(2, 2, 2, marks=pytest.mark.long),
         pytest.param(4, 1, 0, marks=pytest.mark.long),
