@@ -63,8 +63,9 @@ def control_pace(num_workers: int, num_servers: int) -> float:
 
 
 def silence_s(interval_s: float, timeout_s: float, pace: float) -> float:
-    """The silence that proves death where heartbeats come every ``interval_s`` times ``pace``. What makes one late
-    takes as long in a large job, and some more for those of very many members.
+    """The silence that proves death where heartbeats come every ``interval_s`` times ``pace``. A busy machine delays a
+    heartbeat for as long in a large job as in a small one, so the timeout grows only by the longer interval, and half
+    as much again for a scheduler with very many members.
 
     >>> silence_s(0.2, 1.0, 1), round(silence_s(0.2, 1.0, 50), 1)
     (1.0, 15.7)

@@ -93,7 +93,7 @@ class UsageMeter:
             now = tcp_counters(descriptor)
             if now is None:
                 continue
-            # What was sent to a peer before it was looked at first is not recent; what a new connection has sent, is.
+            # Bytes that a peer got before the first look at it are not recent; those of a new connection are.
             then = before[peer].get(descriptor, _NOTHING) if peer in before else now
             if now.acked < then.acked:
                 then = _NOTHING

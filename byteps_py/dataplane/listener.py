@@ -376,8 +376,8 @@ class DataListener:
         logger.debug("machine %d has connected", header.sender)
 
     def _enter(self, peer: RemotePeer) -> None:
-        """A machine has connected. What was asked on a connection that is over can't be answered any more. If it is
-        rail 0, all the others are over as well: what has no answer is sent again over any of the new ones."""
+        """A machine has connected. Requests on its earlier connection can't be answered any more. With rail 0, all its
+        other rails are over as well: the machine sends unanswered requests again over any of the new ones."""
         main, key = self._by_rail.get((peer.machine, 0)), (peer.machine, peer.rail)
         # If a connection ends and the next begins at once, messages of the first may be read after those of the second.
         latest = self._by_rail.get(key)

@@ -118,7 +118,7 @@ class CodedReduceScatter:
             torch.cuda.current_stream(output.device).synchronize()
 
     def _layout(self, codec: Codec, count: int, members: int) -> str:
-        """What distinguishes this gradient from others of the module: FSDP2 reduces only those parameters that have
+        """A name for this gradient among others of the module: FSDP2 reduces only those parameters that have
         gradients. Raises UsageError if a codec keeps something of them, and it is not known of which it would be."""
         if not codec.has_states:
             return f" ({count})"

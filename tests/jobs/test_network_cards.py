@@ -104,6 +104,6 @@ def share(host: Host) -> float:
 
 
 def carried_bytes(host: Host, card: int) -> int:
-    """What has left by a card, as the other end of its link counts it."""
+    """The bytes that a card has sent, as the other end of its link counts them."""
     outside = host.outside if card == 0 else host.outside.replace(f"l{host.index}", f"l{100 + host.index}")
     return int(Path("/sys/class/net", outside, "statistics", "rx_bytes").read_text())
