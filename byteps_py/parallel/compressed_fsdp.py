@@ -114,8 +114,8 @@ class CodedReduceScatter:
             place = nonfinite.where(name, torch.cat(view.results), source.dtype)
             raise nonfinite.explain(blame, session.size, view.slot.round, [place] if place else [])
         view.fetch([output], [ranks.index(session.rank)])
-        if output.is_cuda:  # before the memory of the result is that of another round
-            torch.cuda.current_stream(output.device).synchronize()
+        if (queued := view.mover.queued()) is not None:
+            queued.synchronize()  # before the memory of the result is that of another round
 
     def _layout(self, codec: Codec, count: int, members: int) -> str:
         """A name for this gradient among others of the module: FSDP2 reduces only those parameters that have

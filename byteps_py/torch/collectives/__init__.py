@@ -7,7 +7,7 @@
                                               └ ServiceGathers, PointToPoint ──────────────┴ SlotView ─ Session
     horovod ┬ NegotiatedAllReduce (all_reduce/negotiated.py), PeerGathers ─ PeerTransport
             └ PieceView ─┐
-    gradients ───────────┴ Context ─ SlotView ─ Mover (slot_view.py, cuda.py)
+    gradients ───────────┴ Context ─ SlotView ─ Mover (movers.py, cuda.py)
 
 Context (context.py) holds the session of the process and everything that lives as long as it does. Router (router.py)
 chooses the route of every operation, and gives the reason. An operation under way is a Work (work.py): GroupWork for

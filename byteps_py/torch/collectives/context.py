@@ -31,9 +31,10 @@ from byteps_py.tensors import UNNAMED, Op
 from byteps_py.torch.collectives import optimizer_steps, rank_reporting, router
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.job_connections import JobConnections
+from byteps_py.torch.collectives.movers import HostMover, Mover
 from byteps_py.torch.collectives.next_session import NextSession
 from byteps_py.torch.collectives.result_pool import RESULTS
-from byteps_py.torch.collectives.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
+from byteps_py.torch.collectives.slot_view import PieceView, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Handles
 
 if TYPE_CHECKING:
@@ -547,14 +548,14 @@ class Context:
         """The mover of tensors of ``device`` to and from slots. One for each device."""
         mover = self._movers.get(device)
         if mover is None:
-            if device.type == "cuda":
-                from byteps_py.torch.collectives.cuda import CudaCopier
-
-                mover = CudaCopier(device)
-            else:
-                mover = HostMover()
-            self._movers[device] = mover
+            mover = self._movers[device] = self.new_copier(device) if device.type == "cuda" else HostMover()
         return mover
+
+    def new_copier(self, device: torch.device) -> Mover:
+        """The mover of a CUDA device."""
+        from byteps_py.torch.collectives.cuda import CudaCopier
+
+        return CudaCopier(device)
 
     def claim(self, name: str) -> str:
         """``name`` for one owner's gradients; the second owner of a name gets ``name@2``, and so on.

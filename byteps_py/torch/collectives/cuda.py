@@ -1,8 +1,14 @@
 """Copies CUDA tensors to and from slots without blocking the stream that computes.
 
-The memory of a slot is page-locked once. Copies run on a side stream, ordered by events against the caller's stream.
-One thread per device waits for the outgoing copies and hands the slots over, because the service may only see bytes
-that have arrived. A program without CUDA tensors does not import this module.
+The memory of a slot is page-locked once. Copies run on two side streams, one for each direction, ordered by events
+against the caller's stream: no call waits for the whole device. One thread per device waits for the outgoing copies and
+hands the slots over, because the service may only see bytes that have arrived. A program without CUDA tensors does not
+import this module.
+
+    caller's stream   computes ──┐                                ┌── sees the result
+    out                          └► copy of a part ─► event       │
+    the copier's thread                                 └► hand_over(part) … network …
+    in                                                            └─ copy of the result, or of a part of it
 """
 
 from __future__ import annotations
@@ -12,6 +18,8 @@ import queue
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -19,13 +27,110 @@ from byteps_py.errors import NotInitializedError
 from byteps_py.session import Session, Slot
 from byteps_py.system.shm import PAGE
 from byteps_py.tensors import Layout
-from byteps_py.torch.collectives.slot_view import Tensors
+from byteps_py.torch.collectives.movers import Tensors, can_contribute_in_chunks, chunks_to_send
 
 _JOIN_LIMIT_S = 10.0
 _log = logging.getLogger("byteps_py")
 
 
-_Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
+class DeviceEvent(Protocol):
+    """A place in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Return when the work before it is done."""
+
+
+class DeviceStream(Protocol):
+    """Runs what is queued on it, in order. Waits are part of the queue: they do not stop the host."""
+
+    def wait_stream(self, other: Any) -> None:
+        """What is queued from now on runs after all that is queued on ``other`` now."""
+
+    def wait_event(self, event: Any) -> None:
+        """What is queued from now on runs after ``event``."""
+
+    def record_event(self, event: Any) -> Any:
+        """Make ``event`` stand for all that is queued now, and return it."""
+
+    def synchronize(self) -> None:
+        """Return when all that is queued has run."""
+
+
+class DeviceStreams(Protocol):
+    """The calls to CUDA that order copies. Tests have another one, which finds copies that nothing orders."""
+
+    def new_stream(self, device: torch.device) -> DeviceStream:
+        """Another stream."""
+
+    def current(self, device: torch.device) -> DeviceStream:
+        """The calling thread's stream, on which torch queues its operations."""
+
+    def using(self, stream: DeviceStream) -> AbstractContextManager[object]:
+        """Make ``stream`` the calling thread's."""
+
+    def new_event(self) -> DeviceEvent:
+        """An event whose waiter sleeps, not spins."""
+
+    def lock(self, device: torch.device, pages: range) -> int:
+        """Lock these addresses for copies. Returns CUDA's error number, or 0."""
+
+    def unlock(self, pages: range) -> None:
+        """Undo ``lock``."""
+
+
+class CudaStreams:
+    """See DeviceStreams."""
+
+    def new_stream(self, device: torch.device) -> DeviceStream:
+        return torch.cuda.Stream(device)
+
+    def current(self, device: torch.device) -> DeviceStream:
+        return torch.cuda.current_stream(device)
+
+    def using(self, stream: DeviceStream) -> AbstractContextManager[object]:
+        return cast(AbstractContextManager[object], torch.cuda.stream(cast(torch.cuda.Stream, stream)))
+
+    def new_event(self) -> DeviceEvent:
+        return torch.cuda.Event(blocking=True)
+
+    def lock(self, device: torch.device, pages: range) -> int:
+        with torch.cuda.device(device):
+            return int(torch.cuda.cudart().cudaHostRegister(pages.start, len(pages), 0))
+
+    def unlock(self, pages: range) -> None:
+        torch.cuda.cudart().cudaHostUnregister(pages.start)
+
+
+class _Departure(NamedTuple):
+    """``nbytes`` of a slot's input (None: all) can be handed over after ``copied``. ``done``: of the whole slot."""
+
+    copied: DeviceEvent
+    session: Session
+    slot: Slot
+    nbytes: int | None
+    layout: Layout | None
+    done: Future[None]
+
+    @property
+    def is_last(self) -> bool:
+        return self.nbytes is None or self.nbytes == self.slot.spec.nbytes
+
+
+class _QueuedOnCuda:
+    """See QueuedWork."""
+
+    def __init__(self, streams: DeviceStreams, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        self._event = streams.current(device).record_event(streams.new_event())
+
+    def order(self, *tensors: torch.Tensor) -> None:
+        current = self._streams.current(self._device)
+        current.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(cast(torch.cuda.Stream, current))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 class LockedPages:
@@ -67,9 +172,10 @@ class LockedPages:
 class CudaCopier:
     """The mover of one CUDA device. ``close`` ends its thread and unlocks the pages. Any thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)
+        self._streams = streams or CudaStreams()
+        self._out, self._in = self._streams.new_stream(device), self._streams.new_stream(device)
         self._locked = LockedPages()
         self._lock = threading.Lock()  # nobody queues a copy of pages that another thread unlocks
         self._outgoing: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
@@ -84,14 +190,15 @@ class CudaCopier:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         if address % PAGE:
             return
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock:
             stale, pages = self._locked.add(address, memory)
-            if stale:
-                self._side.synchronize()  # copies of these pages may be under way
-                _unlock(stale)
+            if stale:  # copies of these pages may be under way
+                self._out.synchronize()
+                self._in.synchronize()
+                self._unlock(stale)
             if pages is None:
                 return
-            error = int(torch.cuda.cudart().cudaHostRegister(pages.start, len(pages), 0))
+            error = self._streams.lock(self._device, pages)
             if error:
                 self._locked.remove(pages)
                 _log.warning(
@@ -108,55 +215,80 @@ class CudaCopier:
     ) -> Future[None]:
         """See Mover. The tensors must not change until the operation has been waited for."""
         if any(tensor is None for tensor in tensors):
-            self._side.synchronize()  # the host writes below, and an earlier fetch may still read the same memory
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with self._lock, torch.cuda.stream(self._side):
-            for view, tensor in zip(views, tensors, strict=True):
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor.to(view.dtype), non_blocking=True)  # converted on the device
-                    tensor.record_stream(self._side)
-            copied = self._side.record_event(torch.cuda.Event(blocking=True))  # its waiter sleeps, not spins
+            self._in.synchronize()  # the host writes below, and an earlier fetch may still read the same memory
         departure: Future[None] = Future()
-        self._outgoing.put((copied, session, slot, layout, departure))
+        self._out.wait_stream(self._streams.current(self._device))
+        self._out.wait_stream(self._in)  # the round overwrites what an earlier fetch may still read
+        with self._lock, self._streams.using(self._out):
+            if can_contribute_in_chunks(session, slot, views, tensors):
+                for view, tensor, written in chunks_to_send(session, slot, views[0], tensors[0]):
+                    self._copy_out((view,), (tensor,))
+                    self._leave(session, slot, departure, written)
+            else:
+                self._copy_out(views, tensors)
+                self._leave(session, slot, departure, None, layout)
         return departure
 
+    def _copy_out(self, views: Sequence[torch.Tensor], tensors: Tensors) -> None:
+        for view, tensor in zip(views, tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor.to(view.dtype), non_blocking=True)  # converted on the device
+                tensor.record_stream(cast(torch.cuda.Stream, self._out))
+
+    def _leave(
+        self, session: Session, slot: Slot, departure: Future[None], nbytes: int | None, layout: Layout | None = None
+    ) -> None:
+        copied = self._out.record_event(self._streams.new_event())
+        self._outgoing.put(_Departure(copied, session, slot, nbytes, layout, departure))
+
     def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """See Mover. Copies on the side stream; the caller's current stream waits for them."""
+        """See Mover. Copies on a side stream; the caller's current stream waits for them."""
         # The outputs may still be in use by work queued on the caller's stream.
-        caller = torch.cuda.current_stream(self._device)
-        self._side.wait_stream(caller)
-        with self._lock, torch.cuda.stream(self._side):
+        caller = self._streams.current(self._device)
+        self._in.wait_stream(caller)
+        with self._lock, self._streams.using(self._in):
             for view, output in zip(views, outputs, strict=True):
                 output.copy_(view, non_blocking=True)  # converted on the device
-        caller.wait_stream(self._side)
+        caller.wait_stream(self._in)
+
+    def finish_fetches(self) -> None:
+        self._in.synchronize()
+
+    def queued(self) -> _QueuedOnCuda:
+        return _QueuedOnCuda(self._streams, self._device)
+
+    def here(self) -> AbstractContextManager[object]:
+        return self._streams.using(self._streams.current(self._device))
 
     def close(self) -> None:
         """End the thread. Outgoing copies that are not handed over yet fail with NotInitializedError."""
         self._outgoing.put(None)
         self._thread.join(_JOIN_LIMIT_S)
         try:
-            self._side.synchronize()
+            self._out.synchronize()
+            self._in.synchronize()
         except RuntimeError as error:  # no call of this process to the device succeeds any more
             _log.warning("%s has failed: %s", self._device, str(error).partition("\n")[0])
-        _unlock(self._locked.clear())
+        self._unlock(self._locked.clear())
 
     def _deliver(self) -> None:
         while (item := self._outgoing.get()) is not None:
-            copied, session, slot, layout, departure = item
+            if item.done.done():  # an earlier part has failed
+                continue
             try:
-                copied.synchronize()  # frees the GIL
-                session.hand_over(slot, layout=layout)
+                item.copied.synchronize()  # frees the GIL
+                item.session.hand_over(item.slot, item.nbytes, item.layout)
             except Exception as error:
-                departure.set_exception(error)
+                item.done.set_exception(error)
             else:
-                departure.set_result(None)
+                if item.is_last:
+                    item.done.set_result(None)
         while not self._outgoing.empty():
-            if (item := self._outgoing.get()) is not None:
-                item[4].set_exception(NotInitializedError("shut down before the tensor was copied from its device"))
+            if (item := self._outgoing.get()) is not None and not item.done.done():
+                item.done.set_exception(NotInitializedError("shut down before the tensor was copied from its device"))
 
-
-def _unlock(pages: Iterable[range]) -> None:
-    for one in pages:
-        torch.cuda.cudart().cudaHostUnregister(one.start)
+    def _unlock(self, pages: Iterable[range]) -> None:
+        for one in pages:
+            self._streams.unlock(one)

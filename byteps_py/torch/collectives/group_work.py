@@ -237,8 +237,8 @@ class ServiceWork(GroupWork):
         self._failed = None  # a later error is local: members have agreed on this kind and continue to use it
         if self._finish is not None:
             self._finish()
-        if self._device.type == "cuda":
-            self._event = torch.cuda.current_stream(self._device).record_event()
+        if self._device.type != "cpu":
+            self._queued = view.queued(self._device)
 
     def _is_ready(self) -> bool:
         return self._group_context.aborted is not None or self._view is None or self._view.is_done

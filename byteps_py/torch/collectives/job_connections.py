@@ -20,8 +20,9 @@ from byteps_py.session import Session
 from byteps_py.system.log import logger
 from byteps_py.tensors import Layout, Op, Sizes
 from byteps_py.torch.collectives.all_reduce import shared_memory
+from byteps_py.torch.collectives.movers import MoverOf
 from byteps_py.torch.collectives.router import ConnectedMachines
-from byteps_py.torch.collectives.slot_view import MoverOf, SlotView
+from byteps_py.torch.collectives.slot_view import SlotView
 
 #: The index of the machine; the number of spare machines; whether the instructions for sums in shared memory are
 #: compiled; the address, empty if the rank can't be connected to.

@@ -14,7 +14,7 @@ from byteps_py.session import Session
 from byteps_py.session.solo import SoloSession
 from byteps_py.torch.collectives import router
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.slot_view import Mover
+from byteps_py.torch.collectives.movers import Mover
 
 
 @dataclass(frozen=True)

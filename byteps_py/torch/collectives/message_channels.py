@@ -31,6 +31,7 @@ from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.dtypes import is_plain
 from byteps_py.torch.collectives.group_work import GroupContext, GroupWork, ServiceWork
 from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.movers import MoverOf, QueuedWork
 from byteps_py.torch.collectives.peer_streams import PeerStreams
 from byteps_py.torch.collectives.slot_view import SlotView
 from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, nbytes_of, octets, span
@@ -182,19 +183,17 @@ class MessageQueue(Generic[M]):
 class _SentCopy:
     """A copy of a tensor that was sent."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, mover_of: MoverOf) -> None:
         self.tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self.event = torch.cuda.current_stream(tensor.device).record_event()
+        self._mover_of = mover_of
+        self._queued = mover_of(tensor.device).queued()
 
-    def copy_to(self, target: torch.Tensor, what: str) -> torch.cuda.Event | None:
-        """Returns an event after the copy, if the target is on a GPU. Raises MismatchError."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
-            self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
+    def copy_to(self, target: torch.Tensor, what: str) -> QueuedWork | None:
+        """Returns what ends with the copy, if the target is on a GPU. Raises MismatchError."""
+        if self._queued is not None:
+            self._queued.order(self.tensor)
         deliver(self.tensor.view(-1), target, what)
-        return torch.cuda.current_stream(target.device).record_event() if target.is_cuda else None
+        return self._mover_of(target.device).queued()
 
 
 def deliver(source: torch.Tensor, target: torch.Tensor, what: str) -> None:
@@ -225,7 +224,7 @@ class OwnMessage(Message):
             self._wait_in_slices(deadline, self._await)
             copy, self._copy = self._copy, None
             if copy is not None:
-                self._event = copy.copy_to(self._outputs[0], self.what)
+                self._queued = copy.copy_to(self._outputs[0], self.what)
 
     def _await(self, timeout_s: float) -> None:
         if not self._is_there.wait(timeout_s):
@@ -237,11 +236,11 @@ class OwnMessage(Message):
 
 class OwnChannel(MessageChannel[OwnMessage]):
     """The sends of a tag of a rank to itself, and the receives: the n-th receive takes the n-th send, whichever comes
-    first. ``position``: of this rank."""
+    first."""
 
-    def __init__(self, group_context: GroupContext, position: int) -> None:
+    def __init__(self, members: Members, group_context: GroupContext) -> None:
         super().__init__(group_context)
-        self._position = position
+        self._position, self._mover_of = members.position, members.mover
         self._sent: deque[_SentCopy] = deque()
         self._receives: deque[OwnMessage] = deque()
 
@@ -257,7 +256,7 @@ class OwnChannel(MessageChannel[OwnMessage]):
         if message.source is not None:
             self._receives.append(message)
         else:
-            self._sent.append(_SentCopy(message.tensor))
+            self._sent.append(_SentCopy(message.tensor, self._mover_of))
         while self._sent and self._receives:
             self._receives.popleft().give(self._sent.popleft())
 

@@ -106,7 +106,7 @@ class PointToPoint:
 
     def _channel(self, peer: int, tag: int, is_sender: bool, streams: PeerStreams | None) -> MessageChannel[Any]:
         if peer == self._members.position:
-            return OwnChannel(self._group_context, peer)
+            return OwnChannel(self._members, self._group_context)
         if streams is None:
             return ServiceChannel(self._members, self._group_context, peer, tag, is_sender)
         return (PeerSends if is_sender else PeerReceives)(self._members, streams, peer, tag)

@@ -11,10 +11,10 @@ import ctypes
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,105 +23,14 @@ from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks, chunk_at
-
-Tensors = Sequence[torch.Tensor | None]
-
-
-class Mover(Protocol):
-    """Copies the tensors of one device to and from slots. Any thread."""
-
-    def adopt(self, memory: memoryview) -> None:
-        """``memory`` will be used for copies from now on."""
-
-    def send(
-        self,
-        session: Session,
-        slot: Slot,
-        views: Sequence[torch.Tensor],
-        tensors: Tensors,
-        layout: Layout | None = None,
-    ) -> Future[None] | None:
-        """Copy tensors (None: zeros) to views of the slot's input, converting dtypes, then hand the slot over. Returns
-        a future of that; None: it is done."""
-
-    def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Copy views to outputs, converting dtypes, ordered before later work of the caller on the outputs."""
-
-    def close(self) -> None:
-        """Release the memory that ``adopt`` has acquired. No call follows."""
-
-
-class HostMover:
-    """The mover for tensors in the host's memory: the calling thread copies."""
-
-    def adopt(self, memory: memoryview) -> None:
-        pass
-
-    def send(
-        self,
-        session: Session,
-        slot: Slot,
-        views: Sequence[torch.Tensor],
-        tensors: Tensors,
-        layout: Layout | None = None,
-    ) -> None:
-        if _can_contribute_in_chunks(session, slot, views, tensors):
-            self._send_chunks(session, slot, views[0], tensors[0])
-        else:
-            copy_in(views, tensors)
-            session.hand_over(slot, layout=layout)
-
-    @staticmethod
-    def _send_chunks(session: Session, slot: Slot, view: torch.Tensor, tensor: torch.Tensor | None) -> None:
-        """Copy chunk by chunk: a copied chunk travels while the next one is being copied."""
-        target, source = view.view(-1), tensor.reshape(-1) if tensor is not None else None
-        itemsize, written = slot.spec.dtype.itemsize, 0
-        for offset, length in TensorChunks(slot.spec, session.size):
-            elements = slice(offset // itemsize, (offset + length) // itemsize)
-            if source is None:
-                target[elements].zero_()
-            else:
-                target[elements].copy_(source[elements])
-            written += length
-            session.hand_over(slot, written)
-
-    def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(outputs), list(views))
-
-    def close(self) -> None:
-        pass
-
-
-def _can_contribute_in_chunks(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
-    """True if chunks gain something: other machines wait for the first of them, and all bytes are copied unchanged."""
-    if session.num_machines == 1 or slot.spec.nbytes < 2 * CHUNK_BYTES or len(views) != 1:
-        return False
-    tensor = tensors[0]
-    is_there = tensor is not None and tensor.data_ptr() == views[0].data_ptr()
-    return slot.spec.op.kernel.is_reduction and not is_there and (tensor is None or tensor.is_contiguous())
-
-
-def copy_in(views: Sequence[torch.Tensor], tensors: Tensors) -> None:
-    """Fill views with tensors, all in the host's memory; None: zeros. One call for all is far cheaper than one call
-    each."""
-    targets, sources = [], []
-    for view, tensor in zip(views, tensors, strict=True):
-        if tensor is None:
-            view.zero_()
-        elif tensor.data_ptr() != view.data_ptr() or not tensor.is_contiguous():
-            targets.append(view)
-            sources.append(tensor)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
+from byteps_py.torch.collectives.movers import HostMover, Mover, MoverOf, QueuedWork, Tensors
+from byteps_py.wire.chunks import CHUNK_BYTES, chunk_at
 
 if TYPE_CHECKING:
     from byteps_py.torch.collectives.work import Work
 
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
 CPU = torch.device("cpu")
-MoverOf = Callable[[torch.device], Mover]
 #: A tensor and its offset in the slot, in elements of the slot's dtype.
 Place = tuple[int, torch.Tensor]
 #: A device-to-host copy that takes longer than this has failed.
@@ -143,7 +52,7 @@ class SlotView:
         self._mover_of = mover_of
         self._departure: Future[None] | None = None
         self._adopted: set[int] = set()  # movers that know the slot's memory
-        self._fetched_on: torch.device | None = None  # the CUDA device to which the last result was copied
+        self._fetched_by: Mover | None = None  # which may still copy the last result to its device
         self._due: Sequence[Place] = ()  # where the result goes, if it is delivered in chunks
         self._taken: list[tuple[int, int]] = []  # (offset, length) in bytes: copied parts of the result
         self._receives_in_chunks: bool | None = None  # None: the session was not asked yet
@@ -259,16 +168,17 @@ class SlotView:
     ) -> None:
         """Copy tensors (None: zeros) to views of the input, and hand it over. CUDA: both happen later, ordered after
         the caller's stream."""
-        if self._fetched_on is not None and self._fetched_on != device:
-            torch.cuda.synchronize(self._fetched_on)  # the copy of its last result is not ordered with these copies
-            self._fetched_on = None
+        mover = self._mover(device)
+        if self._fetched_by is not None and self._fetched_by is not mover:
+            self._fetched_by.finish_fetches()  # the copy of its last result is not ordered with these copies
+            self._fetched_by = None
         with torch.no_grad():
-            self._departure = self._mover(device).send(self.session, self.slot, views, tensors, layout)
+            self._departure = mover.send(self.session, self.slot, views, tensors, layout)
 
     def hand_over(self, layout: Layout | None = None) -> None:
         """Hand over the current bytes of the input."""
-        if self._fetched_on is not None:  # the copy from the result may still run; the mover orders the two
-            self.send(self._fetched_on, (), (), layout)
+        if self._fetched_by is not None:  # the copy from the result may still run; the mover orders the two
+            self._departure = self._fetched_by.send(self.session, self.slot, (), (), layout)
         else:
             self._departure = None
             self.session.hand_over(self.slot, layout=layout)
@@ -320,13 +230,18 @@ class SlotView:
     def fetch_views(self, device: torch.device, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Copy views of the result to ``outputs``, converting dtypes."""
         if views:
-            self._fetched_on = device if device.type == "cuda" else None
+            mover = self._mover(device)
+            self._fetched_by = mover if device.type == "cuda" else None
             with torch.no_grad():
-                self._mover(device).fetch(views, outputs)
+                mover.fetch(views, outputs)
 
     def clear(self) -> None:
         """The operation is over: keep no reference to the caller's tensors."""
         self.occupant, self._due = None, ()
+
+    def queued(self, device: torch.device) -> QueuedWork | None:
+        """See Mover.queued."""
+        return self._mover_of(device).queued()
 
     # ---- details ---------------------------------------------------------------------------------------
 
@@ -341,7 +256,7 @@ class SlotView:
 
     def _can_receive_in_chunks(self, device: torch.device, due: Sequence[Place]) -> bool:
         """True if chunks gain something, and all bytes are copied unchanged."""
-        if device.type != "cpu" or len(self.slot.result) < 2 * CHUNK_BYTES or not due:
+        if device.type not in ("cpu", "cuda") or len(self.slot.result) < 2 * CHUNK_BYTES or not due:
             return False
         if not all(tensor.dtype is self._result.dtype and tensor.is_contiguous() for _, tensor in due):
             return False
@@ -355,13 +270,19 @@ class SlotView:
         for place, tensor in self._due:
             first, length = place * itemsize, tensor.numel() * itemsize
             begin, end = max(offset, first), min(offset + nbytes, first + length)
-            if begin < end:
+            if begin >= end:
+                continue
+            if tensor.device.type == "cpu":
                 ctypes.memmove(tensor.data_ptr() + begin - first, self._result.data_ptr() + begin, end - begin)
+            else:
+                view = self._result[begin // itemsize : end // itemsize]
+                output = tensor.detach().view(-1)[(begin - first) // itemsize : (end - first) // itemsize]
+                self.fetch_views(tensor.device, [view], [output])
         self._taken.append((offset, nbytes))
 
     def _is_small_copy(self, device: torch.device, places: Sequence[Place], buffer: torch.Tensor) -> bool:
         """True for plain copies of little memory, where torch's own calls would cost more than the copy."""
-        if device.type != "cpu" or self._fetched_on is not None:
+        if device.type != "cpu" or self._fetched_by is not None:
             return False
         return all(
             tensor.dtype is buffer.dtype and tensor.is_contiguous() and tensor.numel() * buffer.itemsize <= _SMALL_BYTES

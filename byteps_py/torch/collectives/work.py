@@ -33,6 +33,7 @@ from byteps_py.session.progress import Progress
 from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.collectives.completion import POOL
+from byteps_py.torch.collectives.movers import QueuedWork
 
 if TYPE_CHECKING:
     from byteps_py.session.round_recorder import RoundRecorder
@@ -130,7 +131,7 @@ class Work(dist.Work):
         self._asking = threading.RLock()
         self._over = False
         self._error: Exception | None = None
-        self._event: torch.cuda.Event | None = None
+        self._queued: QueuedWork | None = None  # with it, the outputs are there
         self._future: Future | None = None
         self._promise: Future | None = None
         self._progress: Progress | None = None  # that counts futures
@@ -211,8 +212,8 @@ class Work(dist.Work):
         with self._asking:
             promise, self._promise = self._promise, None
         if promise is not None:
-            if self._event is not None:
-                self._event.synchronize()  # the callbacks' streams are not ordered after this one
+            if self._queued is not None:
+                self._queued.synchronize()  # the callbacks' streams are not ordered after this one
             if self._progress is not None:
                 self._progress.future_ended()
             promise.set_result((self._error, self._outputs))
@@ -232,8 +233,8 @@ class Work(dist.Work):
         self.complete(timeout_s_of(timeout) or None)
         if self._error is not None:
             raise self._error.with_traceback(None)
-        if self._event is not None:
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        if self._queued is not None:
+            self._queued.order()
         return True
 
     def synchronize(self) -> None:

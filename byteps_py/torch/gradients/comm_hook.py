@@ -101,8 +101,8 @@ class _BucketAverage:
                     )
                     raise nonfinite.explain(blame, self._slot_view.session.size, step, [place] if place else [])
                 self._slot_view.fetch([self._buffer])
-                if self._buffer.is_cuda:
-                    torch.cuda.current_stream(self._buffer.device).synchronize()
+                if (queued := self._slot_view.mover.queued()) is not None:
+                    queued.synchronize()
         except Exception as error:
             self._error = error
 

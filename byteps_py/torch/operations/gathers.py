@@ -20,7 +20,6 @@ tensor.) Any thread.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
@@ -66,8 +65,7 @@ class TwoRoundOperation(ABC):
         self._me = self._members.index(context.session.rank)
         self._device = device
         self._is_on_host = device.type == "cpu"
-        is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.stream(torch.cuda.current_stream(device)) if is_cuda else contextlib.nullcontext()
+        self._stream = context.mover(device).here()
         self._have_headers_come = threading.Event()
         self._continuing = threading.Lock()
         self._error: Exception | None = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.collectives.slot_view import HostMover
+from byteps_py.torch.collectives.movers import HostMover
 from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks
 
 ROWS, WIDTH = 7, CHUNK_BYTES // 4

@@ -29,7 +29,8 @@ from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.collectives.slot_view import TORCH, Mover, pieces
+from byteps_py.torch.collectives.movers import Mover
+from byteps_py.torch.collectives.slot_view import TORCH, pieces
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
