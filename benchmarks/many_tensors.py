@@ -40,7 +40,7 @@ _SHORT = 10  # so many steps of these for one of the others
 def rank(contender: str, steps: int) -> None:
     import torch
 
-    from byteps_py.placement.models import load_model
+    from byteps_py.placement.placement_plan import load_model
 
     class Bare(torch.nn.Module):
         """Its loss is the sum of all parameters, so that a gradient costs one write."""

@@ -92,7 +92,7 @@ def build(name: str) -> tuple[Any, list[Any]]:
     import torch
     from torch import nn
 
-    from byteps_py.placement.models import load_model
+    from byteps_py.placement.placement_plan import load_model
 
     class Bare(nn.Module):
         """Its loss is of its parameters alone: a gradient costs one write."""

@@ -218,8 +218,8 @@ def to_text(rows: list[dict[str, Any]], steps: int) -> str:
 def pieces(step_ms: float, span_s: float = 0.5) -> list[dict[str, Any]]:
     """What each thing takes by itself, in processor microseconds; the percentage of the time from one to the next.
     ``span_s``: how long each is measured."""
+    from byteps_py.prometheus.metrics import Place, of_member, of_progress, of_status
     from byteps_py.prometheus.page import MetricsPage
-    from byteps_py.prometheus.samples import Place, of_member, of_progress, of_status
     from byteps_py.proto import control_pb2 as pb
     from byteps_py.session.progress import Progress
     from byteps_py.wire import rank_link

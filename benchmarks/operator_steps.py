@@ -30,8 +30,7 @@ from byteps_py.tools.plan.cluster import Cluster
 from byteps_py.tools.plan.module_trace import InputSize, trace_model
 from byteps_py.tools.plan.operators.operator_graph import OperatorGraph, OperatorGroups, graph_of
 from byteps_py.tools.plan.operators.strategy import DeviceTopology, on_one_device
-from byteps_py.tools.plan.operators.task_graph import TaskGraph
-from byteps_py.tools.plan.operators.timeline import StepTimeline
+from byteps_py.tools.plan.operators.timeline import StepTimeline, TaskGraph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 _LARGE = 1024  # rows of the product whose rate is measured

@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from byteps_py.placement.models import entries, known_models, load_model
-from byteps_py.placement.placement_plan import Plan, plain_hash_plan, plan
+from byteps_py.placement.placement_plan import Plan, entries, known_models, load_model, plain_hash_plan, plan
 from byteps_py.placement.placement_table import Entry, PlacementTable
 from byteps_py.placement.shares import Optimum
 

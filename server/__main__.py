@@ -49,7 +49,7 @@ def _serve(is_gpu_machine: bool) -> int:
 
         pin_as_set(settings, None, default_threads(settings.server_threads))
     # Imported late: the allocator must be tuned before anything starts threads or loads a compiler.
-    from byteps_py.prometheus import page, samples
+    from byteps_py.prometheus import metrics, page
     from byteps_py.prometheus.metrics import SERVER
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
@@ -72,10 +72,10 @@ def _serve(is_gpu_machine: bool) -> int:
     def read() -> tuple[str, pb.Statistics]:
         return server.service.address, server.service.heartbeat().statistics
 
-    def collect() -> Iterable[samples.MetricSample]:
+    def collect() -> Iterable[metrics.MetricSample]:
         address, counted = page.on_loop(server.service.post, read)
-        machine = samples.server_machine(is_gpu_machine, settings.worker_id, address)
-        return samples.of_service(samples.Place(settings.job, SERVER, machine), counted)
+        machine = metrics.server_machine(is_gpu_machine, settings.worker_id, address)
+        return metrics.of_service(metrics.Place(settings.job, SERVER, machine), counted)
 
     signals = (signal.SIGTERM, signal.SIGINT)
     with (

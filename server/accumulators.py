@@ -6,7 +6,7 @@ partition. A machine's contribution to its round number r is added when it comes
 values as they are then. With a bound on staleness, the answer waits until all machines have given to round
 r - staleness, so that no machine is further ahead of the slowest one (stale synchronous parallel, Ho et al. 2013);
 machines whose ranks have joined are not waited for. With a quorum, it waits for some of the others, in waves: see
-quorum.py. A clock says which changes a copy contains: by machine, the last of
+round_state.py. A clock says which changes a copy contains: by machine, the last of
 its rounds. Round 1 brings the first value, which is the same on all machines.
 
 No server has to be trusted to stay. Each machine keeps the latest copy that it got, with its clock, and its

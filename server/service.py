@@ -74,7 +74,7 @@ from byteps_py.system import machine
 from byteps_py.system.log import logger
 from byteps_py.system.stage_recorder import SUM, WAIT_FOR_MACHINES, stage_recorder
 from byteps_py.tensors import Op
-from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink
+from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink, RecorderMemory, send_last, send_recordings
 from byteps_py.wire.data_link import (
     MAX_WAITED_US,
     READER_KINDS,
@@ -86,7 +86,6 @@ from byteps_py.wire.data_link import (
     unpack_order,
 )
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
-from byteps_py.wire.recording_answers import RecorderMemory, send_last, send_recordings
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys

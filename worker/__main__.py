@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             pin_as_set(settings, None, default_threads(settings.worker_threads))
         # numba takes half a second: after the settings' errors
         from byteps_py import arrivals
-        from byteps_py.prometheus import page, samples
+        from byteps_py.prometheus import metrics, page
         from byteps_py.prometheus.metrics import WORKER
         from byteps_py.runtime import Runtime
         from byteps_py.scheduler.client import connect
@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         def read() -> tuple[int, pb.Heartbeat]:
             return service.machine_index, service.heartbeat()
 
-        def collect() -> Iterable[samples.MetricSample]:
+        def collect() -> Iterable[metrics.MetricSample]:
             index, told = page.on_loop(runtime.loop.post, read)
-            place = samples.Place(settings.job, WORKER, samples.gpu_machine(index))
-            return samples.of_member(place, told.statistics, told.progress)
+            place = metrics.Place(settings.job, WORKER, metrics.gpu_machine(index))
+            return metrics.of_member(place, told.statistics, told.progress)
 
         with (
             handle_signals((signal.SIGTERM, signal.SIGINT), lambda *_: service.stop()),

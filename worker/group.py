@@ -21,8 +21,8 @@ from byteps_py.runtime import Runtime
 from byteps_py.system.log import logger
 from byteps_py.system.stage_recorder import stage_recorder
 from byteps_py.tensors import TensorSpec
+from byteps_py.wire.control_link import RecorderMemory
 from byteps_py.wire.rank_link import RelayedRank, unpack_spec
-from byteps_py.wire.recording_answers import RecorderMemory
 from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
 from byteps_py.worker.core.agreement import Agreement

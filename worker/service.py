@@ -21,9 +21,8 @@ from byteps_py.system import log
 from byteps_py.system.log import logger
 from byteps_py.system.machine import local_socket
 from byteps_py.tensors import DType, Op
-from byteps_py.wire.control_link import Connect, ControlEvents
+from byteps_py.wire.control_link import Connect, ControlEvents, send_last, send_recordings
 from byteps_py.wire.launch_protocol import Blame, send_notice
-from byteps_py.wire.recording_answers import send_last, send_recordings
 from byteps_py.wording import STOPPED
 from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
 from byteps_py.worker.core.pieces import PieceRequest, Receipt

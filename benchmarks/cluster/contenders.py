@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.cluster.hosts import Host
 from benchmarks.turns import Command, Job
 from byteps_py.launch.process_plan import free_port
-from byteps_py.placement.models import load_model
+from byteps_py.placement.placement_plan import load_model
 
 SECRET = "secret of the benchmark"
 _LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")

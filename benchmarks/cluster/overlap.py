@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.cluster.contenders import Layout, our_commands, run, torch_commands
 from benchmarks.cluster.hosts import cluster
 from benchmarks.cluster.overlap_rank import FORWARD
-from byteps_py.placement.models import load_model
+from byteps_py.placement.placement_plan import load_model
 from byteps_py.placement.shares import Optimum
 
 RANK = Path(__file__).with_name("overlap_rank.py")

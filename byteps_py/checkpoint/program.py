@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from byteps_py.checkpoint.stored_state import stored_state, whole_tensors
-from byteps_py.checkpoint.writer import PIECE_BYTES, write_state
+from byteps_py.checkpoint.writer import PIECE_BYTES, stored_state, whole_tensors, write_state
 from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_path
 from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError, ProtocolError, RendezvousError, UsageError

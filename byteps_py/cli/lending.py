@@ -112,9 +112,8 @@ def run_lend(arguments: argparse.Namespace) -> int:
     from byteps_py.system.log import configure, silence_grpc
 
     silence_grpc()
-    from byteps_py.lending.lend import LenderProcess, parse_command, usable_cores
+    from byteps_py.lending.lend import LenderProcess, OwnerWatch, parse_command, usable_cores
     from byteps_py.lending.lender import Limits
-    from byteps_py.lending.owner_load import OwnerWatch
     from byteps_py.lending.pool_service import pool_settings
 
     usable = usable_cores()

@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigurationError or UsageError if the arguments describe no valid cluster or model."""
     from byteps_py.errors import UsageError
     from byteps_py.placement.link_optimum import LinkOptimum
-    from byteps_py.placement.models import entries, load_model, read_shapes
-    from byteps_py.placement.placement_plan import plan
+    from byteps_py.placement.placement_plan import entries, load_model, plan, read_shapes
 
     if (arguments.cpu_mbit and arguments.gpu_mbit is None) or (arguments.k and arguments.gpu_mbit is not None):
         raise UsageError("-n goes with -k (equal links), --gpu-mbit with --cpu-mbit (a rate for each)")

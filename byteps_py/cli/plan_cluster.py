@@ -16,8 +16,7 @@ from byteps_py.cli.command import WRONG_INPUT, add_command, add_json
 from byteps_py.cli.job_choice import add_timeout, chosen_settings
 
 if TYPE_CHECKING:
-    from byteps_py.tools.plan.cluster import Cluster
-    from byteps_py.tools.plan.cluster_facts import ClusterFacts
+    from byteps_py.tools.plan.cluster import Cluster, ClusterFacts
 
 _SOURCES = (
     "a100, h100 (machines of 8); FILE.json, of a cluster or of `bps doctor --json`; HOST:PORT of a running job's "
@@ -74,21 +73,20 @@ def chosen_cluster(arguments: argparse.Namespace) -> Cluster:
 def chosen_facts(arguments: argparse.Namespace, source: str) -> ClusterFacts:
     """The known facts of it. Raises UsageError, and what a scheduler's query raises."""
     from byteps_py.errors import UsageError
-    from byteps_py.tools.plan import cluster_facts
+    from byteps_py.tools.plan import cluster
 
     if arguments.machines is not None and arguments.machines < 1:
         raise UsageError(f"--machines={arguments.machines}: at least one is needed")
     facts = _facts_of_source(source, arguments.timeout)
     if arguments.measure:
-        facts = cluster_facts.with_measured_cores(facts, dict(cluster_facts.measure_rates()))
+        facts = cluster.with_measured_cores(facts, dict(cluster.measure_rates()))
     if arguments.machines is not None:
         facts = facts.known("given", machines=arguments.machines)
-    return cluster_facts.changed(facts, arguments.set)
+    return cluster.changed(facts, arguments.set)
 
 
 def _facts_of_source(source: str, timeout_s: float) -> ClusterFacts:
-    from byteps_py.tools.plan.cluster import cluster_of, load_cluster
-    from byteps_py.tools.plan.cluster_facts import facts_of, facts_of_findings
+    from byteps_py.tools.plan.cluster import cluster_of, facts_of, facts_of_findings, load_cluster
     from byteps_py.tools.plan.sizing_job import read_json
 
     if source == "here":

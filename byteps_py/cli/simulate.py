@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _goodput(arguments: argparse.Namespace, sizes: Sequence[tuple[int, int]]) -> int:
-    from byteps_py.scheduler.goodput import MonthOptions, month_goodput
+    from byteps_py.scheduler.simulation import MonthOptions, month_goodput
 
     lines, found = [], []
     for n, k in sizes:

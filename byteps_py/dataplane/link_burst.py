@@ -33,7 +33,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import machine
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
-from byteps_py.system.rails import Rail
+from byteps_py.system.network_interfaces import Rail
 from byteps_py.wire.data_link import READER, Header, Kind
 
 #: Fewer connections get too small a part of links that others use as well.

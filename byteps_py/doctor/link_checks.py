@@ -16,7 +16,7 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane import long_links
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
-from byteps_py.doctor.finding import Figures, Finding, fail, ok, warn
+from byteps_py.doctor import Figures, Finding, fail, ok, warn
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler import query

@@ -23,7 +23,7 @@ from pathlib import Path
 from byteps_py import __version__
 from byteps_py.config.addresses import is_loopback
 from byteps_py.config.settings import Settings, ignored_variables
-from byteps_py.doctor.finding import Figures, Finding, fail, ok, warn
+from byteps_py.doctor import Figures, Finding, fail, ok, warn
 from byteps_py.errors import ConfigurationError, TopologyError
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.system.machine import offered_host, rails

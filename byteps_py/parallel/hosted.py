@@ -21,8 +21,7 @@ from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.tensor.parallel_plan import sharded_parameters
 from byteps_py.torch.compression import CompressionArgument, choice_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, host_copies
-from byteps_py.torch.gradients.hosted.states_mode import asked_for
-from byteps_py.torch.gradients.hosted.whole_model import Share
+from byteps_py.torch.gradients.hosted.states_mode import Share, asked_for
 
 
 class MeshModel:

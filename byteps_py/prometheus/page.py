@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from byteps_py.config.addresses import is_ipv6, joined
 from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.errors import ConfigurationError
-from byteps_py.prometheus.metrics import LABELS, METRICS, RANK, SCHEDULER, SERVER, WORKER
-from byteps_py.prometheus.samples import MetricSample
+from byteps_py.prometheus.metrics import LABELS, METRICS, RANK, SCHEDULER, SERVER, WORKER, MetricSample
 from byteps_py.system.log import logger
 from byteps_py.system.machine import bindable_host, process_at, resolved
 

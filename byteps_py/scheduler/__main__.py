@@ -38,7 +38,7 @@ def main() -> int:
 
 
 async def _serve(settings: Settings) -> Finish:
-    from byteps_py.prometheus import page, samples
+    from byteps_py.prometheus import metrics, page
     from byteps_py.prometheus.metrics import SCHEDULER
     from byteps_py.scheduler.query import to_dict  # not above: gRPC is imported once its log is configured
     from byteps_py.scheduler.service import SchedulerService, listening_address
@@ -46,8 +46,8 @@ async def _serve(settings: Settings) -> Finish:
     page.check(settings)
     service, loop = SchedulerService(settings), asyncio.get_running_loop()
 
-    def collect() -> Iterable[samples.MetricSample]:
-        return samples.of_status(settings.job, page.on_loop(loop.call_soon_threadsafe, service.status))
+    def collect() -> Iterable[metrics.MetricSample]:
+        return metrics.of_status(settings.job, page.on_loop(loop.call_soon_threadsafe, service.status))
 
     host = listening_address(settings)[0] if settings.metrics_port else ""
     with jobs.announced(settings), page.page_of(settings, SCHEDULER, collect, host):

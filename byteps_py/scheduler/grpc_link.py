@@ -19,8 +19,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
 from byteps_py.proto import control_pb2 as pb, control_pb2_grpc
 from byteps_py.scheduler import rpc
-from byteps_py.scheduler.member_links.large_messages import unpack
-from byteps_py.scheduler.member_links.protocol import MemberEnd
+from byteps_py.scheduler.member_links.protocol import MemberEnd, unpack
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop

@@ -29,10 +29,9 @@ from byteps_py.scheduler.job import Finish
 from byteps_py.scheduler.member_links import journal as journals
 from byteps_py.scheduler.member_links.journal import Journal, Restored, journal_path
 from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClosed, StreamMessage, StreamOpened
-from byteps_py.scheduler.recording_collector import Collector
+from byteps_py.scheduler.recording_collector import Collector, TraceWriter
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 from byteps_py.scheduler.rpc import retry_steadily
-from byteps_py.scheduler.trace_writer import TraceWriter
 from byteps_py.system.log import logger
 from byteps_py.system.machine import require_routable, require_secret
 from byteps_py.wire.launch_protocol import Blame, send_notice

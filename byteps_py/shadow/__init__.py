@@ -1,8 +1,7 @@
 """Reading the states of hosted optimizers that summation servers keep in step.
 
-    restorable          the step of the servers' states that can be restored, and the servers to read from; pure
-    reader              reads them, for a trainer or `bps checkpoint`
-    server_connection   its connection to one server's data plane
+    restorable   the step of the servers' states that can be restored, and the servers to read from; pure
+    reader       reads them over the servers' data planes, for a trainer or `bps checkpoint`
 
 Trainers import this package, so it imports no gRPC.
 """

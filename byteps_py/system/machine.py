@@ -20,7 +20,7 @@ from byteps_py.config.tuning import LOOPBACK_MBIT
 from byteps_py.config.variables import MOST_RAILS
 from byteps_py.errors import ConfigurationError
 from byteps_py.system import network_interfaces
-from byteps_py.system.rails import NetworkCards
+from byteps_py.system.network_interfaces import NetworkCards
 
 #: Each of these says which address a process offers to others.
 ADDRESS_VARIABLES = ("DMLC_NODE_HOST", "DMLC_INTERFACE", "BYTEPS_INTERFACES")

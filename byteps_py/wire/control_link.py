@@ -1,14 +1,23 @@
-"""A member's link to the scheduler, as services see it. How it is made: scheduler/client.py."""
+"""A member's link to the scheduler, as services see it. How it is made: scheduler/client.py.
+
+Over it a member also answers an Ask for what flight recorders hold (scheduler/recording_collector.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from byteps_py.config.settings import Settings
-from byteps_py.errors import BytePSError
+from byteps_py.errors import BytePSError, UsageError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.system.flight_recorder import copy_recording
 from byteps_py.system.loop import EventLoop
 
 
@@ -55,3 +64,66 @@ class Connect(Protocol):
         loop: EventLoop,
         events: ControlEvents,
     ) -> ControlLink: ...
+
+
+_MOST_BYTES = 28 << 20  # of a recording, so that its message is below gRPC's limit
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderMemory:
+    """``who``: "rank 3". ``fd``: of its memory; below 0: it has none."""
+
+    who: str
+    fd: int
+
+
+def send_recordings(
+    ask: pb.Ask,
+    recorders: Sequence[RecorderMemory],
+    send: Callable[[pb.MemberMessage], None],
+    post: Callable[[Callable[[], None]], None],
+) -> None:
+    """Answer ``ask``. ``send`` is called in this thread, or, where a recording has to be packed first, through
+    ``post``. The descriptors may be closed after this call."""
+    received_ns = time.monotonic_ns()
+    if not ask.recordings or not recorders:
+        send(pb.MemberMessage(answer=_stamped(pb.Answer(request=ask.request, is_last=True), received_ns)))
+        return
+    copies = [RecorderMemory(each.who, os.dup(each.fd) if each.fd >= 0 else -1) for each in recorders]
+
+    def pack() -> None:
+        for at, each in enumerate(copies):
+            found = pb.Answer(request=ask.request, who=each.who, is_last=at + 1 == len(copies))
+            try:
+                found.recording = _packed(each)
+            except (UsageError, OSError) as error:
+                found.error = str(error)
+            finally:
+                if each.fd >= 0:
+                    os.close(each.fd)
+            message = pb.MemberMessage(answer=_stamped(found, received_ns))
+            post(lambda message=message: send(message))  # type: ignore[misc]
+
+    threading.Thread(target=pack, name="byteps-recordings", daemon=True).start()
+
+
+def send_last(recorders: Sequence[RecorderMemory], send: Callable[[pb.MemberMessage], None]) -> None:
+    """Send what there is, unasked: this member leaves, and a trace is to be written."""
+    for each in recorders:
+        if each.fd >= 0:
+            with contextlib.suppress(UsageError, OSError):
+                send(pb.MemberMessage(answer=pb.Answer(who=each.who, recording=_packed(each))))
+
+
+def _packed(recorder: RecorderMemory) -> bytes:
+    if recorder.fd < 0:
+        raise UsageError("it records nothing: it has not come yet, has left, or has BYTEPS_FLIGHT_RECORDER_SIZE=0")
+    packed = zlib.compress(copy_recording(recorder.fd), 1)
+    if len(packed) > _MOST_BYTES:
+        raise UsageError(f"its recording has {len(packed) >> 20} MB: set BYTEPS_FLIGHT_RECORDER_SIZE to less")
+    return packed
+
+
+def _stamped(found: pb.Answer, received_ns: int) -> pb.Answer:
+    found.received_ns, found.sent_ns = received_ns, time.monotonic_ns()
+    return found

@@ -12,8 +12,7 @@ from support.breaking import environ_of, launch
 
 from byteps_py.cli.__main__ import main as bps
 from byteps_py.config.settings import Settings
-from byteps_py.doctor import machine_checks
-from byteps_py.doctor.finding import Finding
+from byteps_py.doctor import Finding, machine_checks
 from byteps_py.doctor.link_checks import check_server
 from byteps_py.launch.process_plan import free_port
 

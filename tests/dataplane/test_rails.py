@@ -25,8 +25,7 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.loop import EventLoop
-from byteps_py.system.network_interfaces import addresses_of, names
-from byteps_py.system.rails import NetworkCards
+from byteps_py.system.network_interfaces import NetworkCards, addresses_of, names
 from byteps_py.system.shm import Block
 from byteps_py.wire.data_link import READER_KINDS, Header, Kind
 from byteps_py.worker.io.probe import Probe

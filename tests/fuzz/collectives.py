@@ -25,7 +25,7 @@ from byteps_py.torch.gradients.bucket import GradientOptions, ToGradient
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.operations import size_headers
 from byteps_py.torch.operations.gathers import AllgatherOperation, AlltoallOperation
-from byteps_py.torch.process_group.sparse_sum import SparseSum
+from byteps_py.torch.process_group.reduction_collectives import SparseSum
 
 from .base import Target
 

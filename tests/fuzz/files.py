@@ -10,7 +10,7 @@ from pathlib import Path
 
 from byteps_py.errors import BytePSError, ConfigurationError, ProtocolError
 from byteps_py.launch.installation import visible_gpus
-from byteps_py.placement.models import entries, load_model, read_shapes
+from byteps_py.placement.placement_plan import entries, load_model, read_shapes
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.torch.operations.broadcasts import NotPickledError, check_lengths, packed, unpacked
 

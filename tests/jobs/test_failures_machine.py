@@ -75,7 +75,7 @@ def test_no_deadline_reads_the_wall_clock() -> None:
     allowed = (
         "byteps_py/session/base.py: return int(time.time() * 1e3), ",
         "byteps_py/torch/timeline.py: ",
-        "byteps_py/scheduler/trace_writer.py: self._began = ",
+        "byteps_py/scheduler/recording_collector.py: self._began = ",
         "byteps_py/system/flight_recorder.py: self._wall_ns, ",
         "byteps_py/scheduler/member_links/journal.py: if is_own and time.time() - about.st_mtime",
         "byteps_py/cli/job_choice.py: ago_s = ",

@@ -19,7 +19,7 @@ from byteps_py.cli.__main__ import main as bps
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError
 from byteps_py.launch.process_plan import free_port
-from byteps_py.lending.owner_load import OwnerWatch
+from byteps_py.lending.lend import OwnerWatch
 from byteps_py.lending.pool_service import ask, pool_settings
 from byteps_py.scheduler import query
 

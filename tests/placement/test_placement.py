@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from support.placement import MB, model_table
 
 from byteps_py.errors import UsageError
-from byteps_py.placement.models import entries, load_model
 from byteps_py.placement.packing import Intervals
+from byteps_py.placement.placement_plan import entries, load_model
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.placement.shares import Optimum, carried, reduction_time, time_over_optimum
 from byteps_py.tensors import PAGE_BYTES, split
@@ -141,7 +141,7 @@ GOLDEN_DIGEST = "66e3234156e44239fa0b8070735aea656562642883865b99c8b1ef3b6d64964
 def test_parties_agree_whatever_their_hash_seed(seed):
     program = (
         "import json, random, sys\n"
-        "from byteps_py.placement.models import entries, load_model\n"
+        "from byteps_py.placement.placement_plan import entries, load_model\n"
         "from byteps_py.placement.placement_table import PlacementTable\n"
         "table = PlacementTable([(9, 14), (4, 14), (7, 4), (1, 4), (5, 4)], 1 << 20)\n"
         "tensors = entries(load_model('resnet50'))\n"

@@ -11,8 +11,7 @@ import pytest
 from support.placement import MB, model_table
 
 from byteps_py.errors import ConfigurationError
-from byteps_py.placement.models import entries, known_models, load_model, read_shapes
-from byteps_py.placement.placement_plan import plain_hash_plan, plan
+from byteps_py.placement.placement_plan import entries, known_models, load_model, plain_hash_plan, plan, read_shapes
 from byteps_py.tensors import key_of, split
 
 # ---- real models -------------------------------------------------------------------------------------------

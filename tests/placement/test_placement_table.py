@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from support.placement import BATCH, MB, PARTITION_BYTES, WEIGHTS, as_batch, check_table, model_table
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.placement.models import entries, known_models, load_model
 from byteps_py.placement.packing import MIN_CUT_BYTES, min_cut_bytes
+from byteps_py.placement.placement_plan import entries, known_models, load_model
 from byteps_py.placement.placement_table import MARGIN, PlacementTable
 from byteps_py.placement.shares import Optimum
 from byteps_py.tensors import PAGE_BYTES, key_of, split

@@ -20,9 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.process_plan import free_port
-from byteps_py.prometheus import page, samples
-from byteps_py.prometheus.metrics import LABELS, METRICS
-from byteps_py.prometheus.samples import MetricSample, Place
+from byteps_py.prometheus import metrics, page
+from byteps_py.prometheus.metrics import LABELS, METRICS, MetricSample, Place
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.loop import EventLoop
 
@@ -74,7 +73,7 @@ def get(port: int, path: str = "/metrics") -> str:
 
 
 def test_the_schedulers_page_has_every_metric_of_the_table_and_no_other(opened: list[page.MetricsPage]) -> None:
-    text = get(page_with(list(samples.of_status("j", whole_status())), opened).port)
+    text = get(page_with(list(metrics.of_status("j", whole_status())), opened).port)
     told = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
     assert told == [(metric.name, metric.kind) for metric in METRICS]
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
@@ -86,7 +85,7 @@ def test_the_schedulers_page_has_every_metric_of_the_table_and_no_other(opened: 
 
 
 def test_figures_are_those_of_their_members(opened: list[page.MetricsPage]) -> None:
-    text = get(page_with(list(samples.of_status("j", whole_status())), opened).port)
+    text = get(page_with(list(metrics.of_status("j", whole_status())), opened).port)
     for line in (
         'byteps_steps_total{job="j",machine="gpu-1",rank="1",role="rank"} 8.0',
         'byteps_sent_bytes_total{job="j",machine="gpu-0",rank="",role="worker"} 5.0',
@@ -101,7 +100,7 @@ def test_figures_are_those_of_their_members(opened: list[page.MetricsPage]) -> N
 
 
 def test_a_lost_member_is_down_and_has_no_figures_and_one_that_has_left_has_no_line() -> None:
-    found = list(samples.of_status("j", whole_status()))
+    found = list(metrics.of_status("j", whole_status()))
     of_lost = [each.name for each in found if each.place.machine == "cpu-10.0.0.5:7000"]
     assert of_lost == ["byteps_member_up"]
     assert not [each for each in found if each.place.machine == "cpu-10.0.0.6:7000"]
@@ -109,7 +108,7 @@ def test_a_lost_member_is_down_and_has_no_figures_and_one_that_has_left_has_no_l
 
 def test_a_lost_member_has_no_line_after_an_hour() -> None:
     members = [member(number, 2, -1, alive=False, heartbeat_age_s=age_s) for number, age_s in ((1, 3700), (2, 3500))]
-    found = list(samples.of_status("j", pb.StatusReply(members=members)))
+    found = list(metrics.of_status("j", pb.StatusReply(members=members)))
     assert [each.place.machine for each in found if each.name == "byteps_member_up"] == ["cpu-10.0.0.2:7000"]
     assert [each.value for each in found if each.name == "byteps_members_lost_total"] == [2.0]
 
@@ -117,7 +116,7 @@ def test_a_lost_member_has_no_line_after_an_hour() -> None:
 def test_a_member_in_the_place_of_a_lost_one_is_up() -> None:
     lost, new = member(1, 1, 0, alive=False), member(2, 1, 0)
     for members in ([lost, new], [new, lost]):
-        found = samples.of_status("j", pb.StatusReply(members=members))
+        found = metrics.of_status("j", pb.StatusReply(members=members))
         assert [each.value for each in found if each.name == "byteps_member_up"] == [1.0]
 
 
@@ -125,26 +124,26 @@ def test_machines_that_wait_for_the_next_group_have_lines_of_their_own() -> None
     members = [member(number, 1, -1) for number in (1, 2)]
     for pid, each in enumerate(members, 41):
         each.member.kind, each.member.host, each.member.pid = pb.MACHINE_KIND_GPU, "gpu1", pid
-    found = samples.of_status("j", pb.StatusReply(members=members))
+    found = metrics.of_status("j", pb.StatusReply(members=members))
     up = [each.place.machine for each in found if each.name == "byteps_member_up"]
     assert up == ["gpu-outside-gpu1-41", "gpu-outside-gpu1-42"]
 
 
 def test_a_page_has_some_lines_for_each_process_however_many_tensors_waits_and_losses_there_are() -> None:
-    usual = len(list(samples.of_status("j", whole_status())))
+    usual = len(list(metrics.of_status("j", whole_status())))
     many = whole_status()
     many.tensors = 1_000_000
     many.stalled[:] = [f"tensor {number}" for number in range(10_000)]
     many.awaited.extend(pb.AwaitedRank(rank=rank, age_s=rank) for rank in range(2, 10_000))
     many.members.extend(member(number, 2, -1, alive=False) for number in range(100, 1100))
-    found = list(samples.of_status("j", many))
-    assert len(found) < usual + samples.MOST_AWAITED + samples.MOST_LOST
+    found = list(metrics.of_status("j", many))
+    assert len(found) < usual + metrics.MOST_AWAITED + metrics.MOST_LOST
     awaited = [each.extra for each in found if each.name == "byteps_awaited_seconds"]
     assert awaited[0] == ("9999",)  # those that are awaited longest
 
 
 def test_a_page_without_shadow_has_no_line_about_it() -> None:
-    names = {each.name for each in samples.of_status("j", pb.StatusReply(epoch=1))}
+    names = {each.name for each in metrics.of_status("j", pb.StatusReply(epoch=1))}
     assert "byteps_epoch" in names
     assert not any("shadow_step" in name for name in names)
 

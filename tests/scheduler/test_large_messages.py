@@ -11,8 +11,8 @@ from support.schedulers import Attend, Factory, as_worker, ballot
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.member_links.large_messages import LEAST_BYTES, LargeMessages, unpack
 from byteps_py.scheduler.member_links.links import MemberLinks, StreamMessage, StreamOpened
+from byteps_py.scheduler.member_links.protocol import LEAST_BYTES, LargeMessages, unpack
 from byteps_py.scheduler.roster import ClusterConfig
 
 pytestmark = pytest.mark.usefixtures("grpc_library")

@@ -12,8 +12,7 @@ import pytest
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
-from byteps_py.scheduler.goodput import DAY_S, MonthOptions, month_goodput
-from byteps_py.scheduler.simulation import ControlPlane, SimulatedJob
+from byteps_py.scheduler.simulation import DAY_S, ControlPlane, MonthOptions, SimulatedJob, month_goodput
 
 
 def test_each_phase_has_the_messages_that_the_members_send() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import pytest
 
 from byteps_py.errors import ProtocolError
-from byteps_py.server.quorum import Waves
 from byteps_py.server.round_state import (
     WANT_AFTER_S,
     WANT_AGAIN_S,
@@ -19,6 +18,7 @@ from byteps_py.server.round_state import (
     RefuseContributions,
     SendCopy,
     Want,
+    Waves,
 )
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import NO_BOUND, DType, Op

@@ -20,7 +20,7 @@ from test_peer_connection import connection, expect, some_bytes, span, streams
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.relay import Relay
 from byteps_py.errors import IntegrityError, PeerLostError
-from byteps_py.system.rails import NetworkCards
+from byteps_py.system.network_interfaces import NetworkCards
 from byteps_py.wire.rank_link import LinksUsed
 
 

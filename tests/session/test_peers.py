@@ -17,9 +17,9 @@ import pytest
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
-from byteps_py.session.peers.peer_memory import IncomingMemory, OutgoingMemory, size_class
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_transport import PeerTransport
+from byteps_py.session.peers.shared_slots import IncomingMemory, OutgoingMemory, size_class
 from byteps_py.system.shm import Segment
 from byteps_py.system.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of

@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from byteps_py.placement.models import entries, load_model
+from byteps_py.placement.placement_plan import entries, load_model
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.placement.shares import Optimum
 from byteps_py.tensors import PAGE_BYTES

@@ -15,9 +15,8 @@ import torch
 from byteps_py.errors import StallError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import MessageMatcher
-from byteps_py.session.peers.peer_memory import OutgoingMemory
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
-from byteps_py.session.peers.shared_slots import MemoryHost, SharedSlots
+from byteps_py.session.peers.shared_slots import MemoryHost, OutgoingMemory, SharedSlots
 from byteps_py.session.peers.waiting import Wait
 from byteps_py.system.shm import Segment
 from byteps_py.system.spin_policy import LOOK_S

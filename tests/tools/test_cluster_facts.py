@@ -13,8 +13,9 @@ from byteps_py.cli.__main__ import main
 from byteps_py.doctor.link_checks import job_figures
 from byteps_py.doctor.machine_checks import check_cores, check_memory
 from byteps_py.errors import UsageError
-from byteps_py.tools.plan.cluster import KNOWN, Cluster
-from byteps_py.tools.plan.cluster_facts import (
+from byteps_py.tools.plan.cluster import (
+    KNOWN,
+    Cluster,
     changed,
     facts_of,
     facts_of_findings,

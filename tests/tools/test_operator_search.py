@@ -30,8 +30,7 @@ from byteps_py.tools.plan.operators.strategy import (
     space_size,
 )
 from byteps_py.tools.plan.operators.strategy_search import SearchOptions, StrategyWalk, search_strategy
-from byteps_py.tools.plan.operators.task_graph import BACKWARD, FORWARD, GRADIENT, Task, TaskGraph
-from byteps_py.tools.plan.operators.timeline import StepTimeline
+from byteps_py.tools.plan.operators.timeline import BACKWARD, FORWARD, GRADIENT, StepTimeline, Task, TaskGraph
 
 sys.path.insert(0, str(ROOT / "examples"))
 from gpt import GPT

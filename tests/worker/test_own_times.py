@@ -9,7 +9,7 @@ import pytest
 from byteps_py.errors import UsageError
 from byteps_py.system.flight_recorder import OPERATIONS, FlightGroup, FlightRecorder, FlightSpan, RecordingTail
 from byteps_py.system.shm import Segment
-from byteps_py.worker.core.own_times import FIRST, OwnTimes
+from byteps_py.worker.core.pace import FIRST_OPERATION, OwnTimes
 
 ALL_REDUCE = OPERATIONS.index("all_reduce")
 GROUP = FlightGroup(1, "g", "mesh_dp", (0, 1))
@@ -74,8 +74,8 @@ def test_own_time_lies_between_operations() -> None:
     # 20 before the second, 60 before the first of the next step; the fourth began while the third went on.
     assert report.own_s == pytest.approx(0.085)
     parts = {part.kind: part for part in report.parts}
-    assert parts[FIRST].count == 1
-    assert parts[FIRST].own_s == pytest.approx(0.06)
+    assert parts[FIRST_OPERATION].count == 1
+    assert parts[FIRST_OPERATION].own_s == pytest.approx(0.06)
     assert own.report() is None
 
 

@@ -18,7 +18,7 @@ from byteps_py.dataplane.long_links import LONG_S, round_trip_of
 from byteps_py.errors import ProtocolError
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
-from byteps_py.system.rails import Rail
+from byteps_py.system.network_interfaces import Rail
 from byteps_py.wire.data_link import Header, Kind
 
 _CHUNK_BYTES = 64 << 10

@@ -25,7 +25,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.log import logger
-from byteps_py.system.rails import Rail
+from byteps_py.system.network_interfaces import Rail
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind

@@ -25,7 +25,7 @@ from byteps_py.worker.core.events import (
     RankLeft,
 )
 from byteps_py.worker.core.local_ranks import Introduce, PeerIntroductions
-from byteps_py.worker.core.own_times import OwnTimes
+from byteps_py.worker.core.pace import OwnTimes
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.topology import Topology

@@ -48,8 +48,7 @@ from byteps_py.scheduler.core import (
     StopRequested,
 )
 from byteps_py.scheduler.job import ENDED, FAILED, FORMING, Finish, Outgoing
-from byteps_py.scheduler.member_links.large_messages import LargeMessages
-from byteps_py.scheduler.member_links.protocol import UNNUMBERED, Outbox
+from byteps_py.scheduler.member_links.protocol import UNNUMBERED, LargeMessages, Outbox
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 
 #: In heartbeat timeouts: how long members have to come back, and how long strangers wait for them.
@@ -120,7 +119,7 @@ LinkEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Send ``message`` on ``stream``; None: end the stream. ``packed``: a large one, see large_messages.py."""
+    """Send ``message`` on ``stream``; None: end the stream. ``packed``: a large one, see protocol.py."""
 
     stream: int
     message: pb.SchedulerMessage | None

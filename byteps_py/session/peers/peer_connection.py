@@ -31,8 +31,7 @@ from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, Fram
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender
-from byteps_py.session.peers.frame_reader import FrameReader
-from byteps_py.session.peers.link_socket import LinkSocket
+from byteps_py.session.peers.link_socket import FrameReader, LinkSocket
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
 from byteps_py.session.peers.peer_connector import NewConnection
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind

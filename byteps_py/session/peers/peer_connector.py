@@ -2,9 +2,9 @@
 that they belong to the job (byteps_py/dataplane/stream_listener.py).
 
 Of two ranks the one with the greater number connects, as many times as the link needs (dataplane/long_links.py): all
-of these are a set. With several network cards there are as many over each (system/rails.py). Where the way between the
-two machines is slow, one more goes through a third machine (dataplane/relay.py). A connection serves all groups of both
-ranks. Must not know the messages on connections. Any thread may call.
+of these are a set. With several network cards there are as many over each (system/network_interfaces.py). Where the
+way between the two machines is slow, one more goes through a third machine (dataplane/relay.py). A connection serves
+all groups of both ranks. Must not know the messages on connections. Any thread may call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from byteps_py.errors import ConfigurationError, NotInitializedError, ProtocolEr
 from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.system import machine
 from byteps_py.system.log import logger
-from byteps_py.system.rails import NetworkCards, Rail
+from byteps_py.system.network_interfaces import NetworkCards, Rail
 
 #: kind, the caller's rank, the listener's rank, epoch of their group, number of the set, index in it
 _CALL = struct.Struct("<8sIIIII")

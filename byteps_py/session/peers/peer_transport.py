@@ -45,10 +45,9 @@ from byteps_py.session.peers.message_matcher import (
 )
 from byteps_py.session.peers.peer_connection import PeerConnection, PendingSend, views_of
 from byteps_py.session.peers.peer_connector import NewConnection, PeerConnector
-from byteps_py.session.peers.peer_memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerDirectory, PeerOutbox
-from byteps_py.session.peers.shared_slots import MemoryHost, SharedSegment, SharedSlots
+from byteps_py.session.peers.shared_slots import IncomingMemory, MemoryHost, OutgoingMemory, SharedSegment, SharedSlots
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
 from byteps_py.system.shm import Block

@@ -5,8 +5,7 @@ sizing_job      the job, transformers, the ways to divide it, and the memory tha
 formulas        closed formulas of models and pipelines
 step_table      tables of measured steps, and the layouts in their rows
 step_time       the time of a step, from shapes, the sizes of a mesh, and constants of the hardware
-cluster         the cluster that a plan is for
-cluster_facts   the same from the figures of `bps doctor`, of a running job, and of a measurement
+cluster         the cluster that a plan is for: from a file, or from `bps doctor`, a running job and a measurement
 layout_cost     memory and time of a layout
 layout_plan     all layouts of a job, the fastest ones that fit, and why
 model_costs     what layers and operators of a traced model cost, its shape as a decoder, and where to cut it

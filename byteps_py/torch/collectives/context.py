@@ -28,7 +28,7 @@ from byteps_py.errors import BytePSError, HostsUpdatedInterrupt, NotInitializedE
 from byteps_py.session import CodedState, ResultRate, Session, failure_reports, open_session
 from byteps_py.session.progress import Progress
 from byteps_py.tensors import UNNAMED, Op
-from byteps_py.torch.collectives import optimizer_steps, rank_reporting, router
+from byteps_py.torch.collectives import rank_reporting, router
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.job_connections import JobConnections
 from byteps_py.torch.collectives.movers import HostMover, Mover
@@ -278,7 +278,7 @@ class Context:
         session.profile_wait = rank_reporting.profile_wait
         if settings.elastic or not self.progress.groups:
             self.progress.groups += 1
-        optimizer_steps.watch(self._torch_stepped)
+        rank_reporting.watch_optimizer_steps(self._torch_stepped)
         if settings.log_format == "json":
             rank_reporting.log_as_json(settings, session)
         if settings.metrics_port:

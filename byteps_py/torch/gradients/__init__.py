@@ -6,5 +6,4 @@ optimizer ┬ optimizer_mixin ─ stepper ┬ backward_passes            which g
 whole_state                                                        states that lie in pieces, as a state_dict has them
 cross_barrier ─ stepper
 distributed_data_parallel ─ gradient_reducer
-comm_hook
 """

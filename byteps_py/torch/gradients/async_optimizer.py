@@ -20,8 +20,7 @@ from byteps_py.system.log import logger
 from byteps_py.tensors import NO_BOUND, NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.gradients.backward_passes import CountedPasses
-from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_names
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, NamedParameters, checked_names
 from byteps_py.torch.gradients.shared_values import SharedValues
 from byteps_py.torch.gradients.stepper import StepCall, Stepper, WrappedOptimizer
 from byteps_py.torch.operations.state_broadcast import broadcast_parameters

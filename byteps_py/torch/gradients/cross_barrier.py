@@ -29,15 +29,14 @@ import torch
 from torch._compile import _disable_dynamo
 
 from byteps_py.errors import GradientOrderError, UsageError
-from byteps_py.torch.collectives import context as contexts, optimizer_steps
+from byteps_py.torch.collectives import context as contexts, rank_reporting
 from byteps_py.torch.compression import Compression, CompressionArgument
 from byteps_py.torch.gradients.async_optimizer import AsyncStepper
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
-from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.gradients.parameter_names import NamedParameters
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, NamedParameters
 from byteps_py.torch.gradients.stepper import AdasumStepper, LocalStepper, StepCall, Stepper
 
 #: Modules that use their children's parameters without calling the children.
@@ -405,7 +404,9 @@ def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
 
 def _has_step_hooks(optimizer: Any) -> bool:
     return bool(
-        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or optimizer_steps.has_other_hooks()
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or rank_reporting.has_other_step_hooks()
     )
 
 

@@ -40,8 +40,12 @@ from byteps_py.torch.gradients.hosted.optimizer import (
 )
 from byteps_py.torch.gradients.hosted.replication import check_machines
 from byteps_py.torch.gradients.hosted.states_mode import asked_for
-from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
-from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_names
+from byteps_py.torch.gradients.optimizer_mixin import (
+    DistributedOptimizerMixin,
+    NamedParameters,
+    check_passes,
+    checked_names,
+)
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 from byteps_py.torch.operations.reductions import Adasum, Average, ReduceOp, Sum

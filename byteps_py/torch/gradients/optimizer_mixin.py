@@ -1,7 +1,7 @@
 """The class of distributed optimizers, as a script sees it: step() uses the gradients of all ranks.
 
-Owns the names of torch and Horovod, and the state that an optimizer shares with the one that it wraps. Its stepper
-makes the steps. The training thread calls.
+Owns the names of torch and Horovod, those of parameters as a script gives them, and the state that an optimizer shares
+with the one that it wraps. Its stepper makes the steps. The training thread calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -19,6 +19,45 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.stepper import Names, StepCall, Stepper
 from byteps_py.torch.operations.state_broadcast import StateListener
+
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> dict[torch.nn.Parameter, str]:
+    """The name of each parameter, in the given order; numbers if ``named_parameters`` is empty. Raises UsageError."""
+    named = list(named_parameters) if named_parameters is not None else []
+    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
+        raise UsageError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    seen: set[str] = set()
+    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    if duplicates:
+        raise UsageError(
+            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
+        )
+    if not named:
+        return {
+            param: f"push_pull.parameter.{g}.{i}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+    names = {param: name for name, param in reversed(named)}
+    unnamed = [
+        f"{tuple(param.shape)} at position {i} of group {g}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if param not in names
+    ]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
+            + ", ".join(unnamed)
+        )
+    return dict(reversed(names.items()))
 
 
 class DistributedOptimizerMixin(StateListener):

@@ -1,7 +1,7 @@
 """DiLoCo in which no machine waits for a slow one: a quorum and a measured grace window decide who is combined.
 
     each machine: outer step with its own change / ranks ─► servers: global += what the step changed
-                  own parameters ◄─ global values, as they are when a quorum is there (server/quorum.py)
+                  own parameters ◄─ global values, as they are when a quorum is there (server/round_state.py)
 
 The outer optimizer is SGD, whose steps are linear: the steps of all ranks with their shares of the mean change add up
 to the step with the mean change, momentum included. So servers have nothing to keep but the values, as in asynchronous

@@ -32,9 +32,9 @@ from byteps_py.torch.collectives.dtypes import as_bytes
 from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of, without_feedback
 from byteps_py.torch.gradients.async_optimizer import AsyncStepper
 from byteps_py.torch.gradients.cross_barrier import CrossBarrierMixin
-from byteps_py.torch.gradients.flat_copy import FlatCopy, Named, copy_dtype
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.gradients.shared_values import FlatCopy, Named, copy_dtype
 from byteps_py.torch.operations.broadcasts import allgather_object
 from byteps_py.torch.operations.handles import kind_in_group, synchronize
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of

@@ -1,4 +1,4 @@
 """What a training run is beside its weights: where its data are, its random states, schedulers. ``RunState``.
 
-run_state ─► loader_position, random_states, trainjob_progress
+run_state ─► loader_position, trainjob_progress
 """

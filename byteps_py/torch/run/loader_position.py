@@ -1,20 +1,25 @@
-"""Where a data loader is: kept with each step, and put back so that each sample is used exactly once.
+"""Where a run is in what it reads and draws: kept with each step, and put back so that each sample is used exactly
+once.
 
     StatefulPosition    a loader with state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader
     CountedPosition     torch's DataLoader with a dataset that has indices, and a sampler of torch's own: it is made to
                         choose the same order again, and what was used is skipped
     ElasticPosition     the same with an ElasticSampler, whose position other numbers of ranks divide anew
+    random_states       of the generators that are global: of Python, numpy, torch, and its CUDA devices
 
-What none of them can put back, ``position_of`` refuses. The training thread calls.
+What none of the positions can put back, ``position_of`` refuses. All states are plain values and tensors, which
+torch.load takes with weights_only=True. The training thread calls.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import data
 
@@ -294,3 +299,43 @@ class ElasticPosition(CountedPosition):
             self._skip(rest, state["batches"])
             self._sampler.processed_num = self._used
         return rest
+
+
+def random_states() -> dict[str, Any]:
+    """All of them as they are now. CUDA's only if this process uses CUDA.
+
+    >>> before = random_states()
+    >>> drawn = random.random(), torch.rand(1), np.random.rand()
+    >>> set_random_states(before)
+    >>> drawn == (random.random(), torch.rand(1), np.random.rand())
+    True
+    """
+    numpy_state = np.random.get_state(legacy=False)
+    assigned = dict(numpy_state)
+    if assigned["bit_generator"] == "MT19937":  # numpy's own choice, unless somebody has set another one
+        key = assigned["state"]["key"]
+        assigned["state"] = {**assigned["state"], "key": torch.from_numpy(key.astype(np.int64))}
+    found = {"python": random.getstate(), "numpy": assigned, "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Go back to these. Warns if there are states of CUDA devices that this process does not have."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy_state = dict(states["numpy"])
+    if isinstance(key := numpy_state["state"].get("key"), torch.Tensor):
+        numpy_state["state"] = {**numpy_state["state"], "key": key.numpy().astype(np.uint32)}
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(states["torch"])
+    of_devices = states.get("cuda", [])
+    devices = torch.cuda.device_count() if of_devices and torch.cuda.is_available() else 0
+    if devices != len(of_devices):
+        logger.warning(
+            "random states of %d CUDA devices are to be put back, and this process has %d: later random numbers of the "
+            "others differ from those of the run before", len(of_devices), devices,
+        )  # fmt: skip
+    for device, state in zip(range(devices), of_devices, strict=False):
+        torch.cuda.set_rng_state(state, device)

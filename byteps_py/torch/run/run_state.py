@@ -29,8 +29,7 @@ from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.local import DiLoCo
 from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, pickled
 from byteps_py.torch.run.compression_state import compression_state_dict, load_of_machine
-from byteps_py.torch.run.loader_position import position_of
-from byteps_py.torch.run.random_states import random_states, set_random_states
+from byteps_py.torch.run.loader_position import position_of, random_states, set_random_states
 from byteps_py.torch.run.trainjob_progress import TrainJobProgress
 
 #: Of what is attached. Another one is refused.

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import byteps_py as bps
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.run.random_states import random_states, set_random_states
+from byteps_py.torch.run.loader_position import random_states, set_random_states
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES
 
 SAMPLES, EPOCHS = 10, 3

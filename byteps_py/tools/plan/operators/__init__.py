@@ -5,7 +5,7 @@ Neural Networks, 2019). Pure: no torch.
 
 operator_graph   operators, what they compute, read and write; from a file or from a traced module
 strategy         the SOAP space: by samples, attributes and parameters, on which devices; memory
-task_graph       the tasks of a step for a strategy: computing, transfers, sums of gradients
-timeline         when each task runs: computed whole, or what a change touches
+timeline         the tasks of a step for a strategy: computing, transfers, sums of gradients; and when each runs:
+                 computed whole, or what a change touches
 strategy_search  the fastest strategy: MCMC, or all of a small space
 """

@@ -21,8 +21,7 @@ from byteps_py.tools.plan.operators.strategy import (
     on_one_device,
     space_size,
 )
-from byteps_py.tools.plan.operators.task_graph import TaskGraph
-from byteps_py.tools.plan.operators.timeline import StepTimeline
+from byteps_py.tools.plan.operators.timeline import StepTimeline, TaskGraph
 from byteps_py.tools.plan.sizing_job import gigabytes
 
 MOST_TRANSFERS = 100_000

@@ -31,11 +31,10 @@ from byteps_py.torch.gradients.hosted.in_place import InPlaceTiming
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, check_machines
 from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
 from byteps_py.torch.gradients.hosted.states import BucketStates
-from byteps_py.torch.gradients.hosted.states_mode import ModeChoice, StatesMode, choose
+from byteps_py.torch.gradients.hosted.states_mode import AllHere, ModeChoice, StatesMode, WholeModel, choose
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import SumSteps
 from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
-from byteps_py.torch.gradients.hosted.whole_model import AllHere, WholeModel
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
 from byteps_py.torch.operations.handles import kind_in_group

@@ -35,7 +35,7 @@ from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import MASTER, HostedGroups, counts_steps, moment_names
-from byteps_py.torch.gradients.hosted.whole_model import WholeModel
+from byteps_py.torch.gradients.hosted.states_mode import WholeModel
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.gradients.whole_state import StatePiece, WholeState, WholeTensor
 from byteps_py.torch.operations.gathers import gathered

@@ -30,7 +30,7 @@ from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.delivery import ToOwner
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
 from byteps_py.torch.gradients.hosted.states import BucketStates, HostedStates, Overlap, RowStates, pieces_of
-from byteps_py.torch.gradients.hosted.whole_model import WholeModel
+from byteps_py.torch.gradients.hosted.states_mode import WholeModel
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket, room
 from byteps_py.torch.optim import Node, adapts, node_sums, nodes, total, trust_ratio
 
