@@ -5,11 +5,9 @@
     supervision_policy  pure: what to do when a process ends, a signal arrives or time passes
     supervisor          the only part that starts processes and waits for them
     hosts               pure: lists of hosts, and hostfiles
-    remote_hosts        bpslaunch -H: asks all hosts, and starts a launcher on each over ssh
+    remote_hosts        bpslaunch -H: asks all hosts, starts a launcher on each over ssh, and is that launcher
     host_link           what these launchers say to each other
-    host_agent          the launcher on such a host
-    spare, slurm_lending
-                        a machine that waits for the place of another one; servers for a job of SLURM's that runs
+    joining             machines that join a job which runs: a spare machine, servers that a job of SLURM's lends
     process_output      prefixed lines, and files per process
     process_guard       no process outlives the launcher, not even after SIGKILL
     installation        what this machine and this installation can do

@@ -18,7 +18,7 @@ from typing import NoReturn
 from byteps_py.config.addresses import bare_host, joined
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.launch import command_line, host_agent, remote_hosts, slurm_lending, spare
+from byteps_py.launch import command_line, joining, remote_hosts
 from byteps_py.launch.host_link import HOST_OPTION, HostReport, LauncherLink
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.process_output import print_message
@@ -65,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _code(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == [HOST_OPTION]:
-            return host_agent.answer(_refusal) if arguments[1:] == ["answer"] else host_agent.run(_run)
+            return (
+                remote_hosts.answer_launcher(_refusal)
+                if arguments[1:] == ["answer"]
+                else remote_hosts.run_host_part(_run)
+            )
         return _run(arguments, os.environ)
     except ConfigurationError as error:
         print_message(str(error))
@@ -103,9 +107,9 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str], link: Launc
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = given.command if given.hosts else resolve(given.command, environ)
     if given.lends_to:
-        environ = {**environ, **slurm_lending.lending_variables(given.lends_to, environ)}
+        environ = {**environ, **joining.lending_variables(given.lends_to, environ)}
     if given.is_spare:
-        number = spare.wait_for_place(environ, link.pause if link else time.sleep)
+        number = joining.wait_for_place(environ, link.pause if link else time.sleep)
         if number is None:
             return 0
         if link:

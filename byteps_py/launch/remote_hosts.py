@@ -1,11 +1,14 @@
-"""``bpslaunch -H``: one launcher starts a job on several hosts, over the system's ssh.
+"""``bpslaunch -H``: one launcher starts a job on several hosts, over the system's ssh. Both ends.
 
     ask_hosts   all hosts at once: can you run this, and under which address do others reach you?
     host_plan   the answers → one process of ssh for each host, and what it says to the launcher there (host_link.py)
 
-The launcher on each host is the one that users start there by hand, with DMLC_ROLE and its companion variables. So this
-module decides what these are, and no more: which host is which machine, and where the scheduler listens. The supervisor
-then watches the processes of ssh as if they were ranks. One thread.
+    answer_launcher, run_host_part   the launcher on such a host: it answers whether its part can run, and runs it
+
+The launcher on each host is the one that users start there by hand, with DMLC_ROLE and its companion variables. Only
+the way in differs: what to do, and the cluster secret, come over standard input. So this module decides what these are,
+and no more: which host is which machine, and where the scheduler listens. The supervisor then watches the processes of
+ssh as if they were ranks. One thread.
 """
 
 from __future__ import annotations
@@ -14,21 +17,25 @@ import dataclasses
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from byteps_py import __version__
+from byteps_py.config import secret_files
 from byteps_py.config.addresses import bare_host, is_loopback
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.launch.host_link import HOST_OPTION, MAX_TASK_BYTES, HostAnswer, HostTask
+from byteps_py.launch import process_output
+from byteps_py.launch.host_link import HOST_OPTION, MAX_TASK_BYTES, HostAnswer, HostTask, LauncherLink
 from byteps_py.launch.hosts import HostOptions, RemoteHost, sizes_of
+from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.process_guard import die_with
-from byteps_py.launch.process_plan import RANK_COUNTS_VARIABLE, ProcessKind, ProcessSpec
+from byteps_py.launch.process_plan import RANK_COUNTS_VARIABLE, ProcessKind, ProcessSpec, free_port
 from byteps_py.wire.launch_protocol import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 
 #: After the user's options, of which ssh uses the first of each kind. Nobody is there to type a password; a host that
@@ -280,3 +287,48 @@ def _address(answer: HostAnswer, answers: Iterable[HostAnswer]) -> str:
     ssh reached the others. What a host's own name means there is no use: many resolve it to loopback."""
     candidates = (answer.address, *(other.client for other in answers))
     return next((each for each in candidates if each and not is_loopback(each)), "127.0.0.1")
+
+
+#: Runs the launcher: (arguments, environment, link) → exit code.
+RunPart = Callable[[Sequence[str], Mapping[str, str], LauncherLink], int]
+#: Says why the command can't be run with this environment; empty if it can.
+RefuseCommand = Callable[[Sequence[str], Mapping[str, str]], str]
+
+
+def answer_launcher(refusal: RefuseCommand) -> int:
+    """Say what this host is, and whether it can run the task that standard input has. Returns the exit status."""
+    task = LauncherLink(0, 2).task()
+    environ = _host_environ(task)
+    try:
+        os.chdir(task.folder)
+    except OSError as error:
+        problem = f"the command is to run in {task.folder}, as here, which can't be entered there: {error.strerror}"
+    else:
+        problem = refusal(task.arguments, environ)
+    client, _, address, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
+    first = free_port()
+    gpus = 0 if environ.get("BYTEPS_LOCAL_SIZE") else visible_gpus(environ)
+    found = HostAnswer(__version__, address, client, (first, free_port(taken=first)), gpus, problem)
+    sys.stdout.write(found.pack())
+    sys.stdout.flush()
+    return 0
+
+
+def run_host_part(run_part: RunPart) -> int:
+    """Run this host's part of the job until it is over. Returns the launcher's exit code."""
+    # The ranks of a lost connection are ended by the end of standard input, in order; not by their output.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    link = LauncherLink(0, 2)
+    task = link.task()
+    process_output.speak_as(f"bpslaunch on {task.label}")
+    os.chdir(task.folder)
+    environ = _host_environ(task)
+    environ["BYTEPS_SECRET_FILE"] = secret_files.memory_file(task.secret)
+    return run_part(task.arguments, environ, link)
+
+
+def _host_environ(task: HostTask) -> dict[str, str]:
+    environ = {**os.environ, **task.variables}
+    environ.pop("BYTEPS_SECRET", None)
+    environ.pop("BYTEPS_SECRET_FILE", None)
+    return environ

@@ -24,7 +24,7 @@ from byteps_py.parallel.pipe.groups import (
     holders_of,
     raise_failures,
 )
-from byteps_py.parallel.pipe.pipeline_plan import PipelinePlan, StagesFunction, agree, make_plan
+from byteps_py.parallel.pipe.pipeline_plan import PipelinePlan, StagesFunction, TorchSchedule, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.program_runner import ProgramRunner, new_channels
 from byteps_py.parallel.pipe.simulator import SyncMode
@@ -38,7 +38,6 @@ from byteps_py.parallel.pipe.step_data import (
     StepData,
     parts_of,
 )
-from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.weight_versions import StaleSteps
 from byteps_py.parallel.tensor.parallel_plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
@@ -66,7 +65,7 @@ class Pipeline:
             list with the module of each stage, in which those of other ranks may be None if stages share no parameters;
             or a function that returns one of these lists for the schedule's number of stages.
         schedule: a name (see `bps schedule`; "1f1b" is dapple) or a Program; or "zero-bubble", "zb-v" or "dualpipev",
-            which are torch's (torch_schedules.py).
+            which are torch's (pipeline_plan.py).
         micro_batches: of a step.
         mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Ranks of "cp" are copies too,
             with other tokens of the same sequences (context parallelism). Ranks that differ in other dimensions, such

@@ -310,7 +310,7 @@ SCHEDULES = {
 }
 #: The field's other names.
 ALIASES = {"1f1b": "dapple"}
-#: Carried out by torch, which makes their lists of actions (torch_schedules.py).
+#: Carried out by torch, which makes their lists of actions (pipeline_plan.py).
 OF_TORCH = ("zero-bubble", "zb-v", "dualpipev")
 
 

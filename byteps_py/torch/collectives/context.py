@@ -30,9 +30,8 @@ from byteps_py.session.progress import Progress
 from byteps_py.tensors import UNNAMED, Op
 from byteps_py.torch.collectives import rank_reporting, router
 from byteps_py.torch.collectives.all_reduce import shared_memory
-from byteps_py.torch.collectives.job_connections import JobConnections
+from byteps_py.torch.collectives.job_connections import JobConnections, NextSession
 from byteps_py.torch.collectives.movers import HostMover, Mover
-from byteps_py.torch.collectives.next_session import NextSession
 from byteps_py.torch.collectives.result_pool import RESULTS
 from byteps_py.torch.collectives.slot_view import PieceView, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Handles

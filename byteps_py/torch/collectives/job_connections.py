@@ -1,16 +1,22 @@
-"""Connects all ranks of a job that are on different machines, in the background when the job begins: for sums by name
-(negotiated.py) and for gathers (peer_gathers.py).
+"""Connections of a job that a thread makes while the rank goes on: those between machines, and the next session.
+
+``JobConnections`` connects all ranks of a job that are on different machines, in the background when the job begins:
+for sums by name (negotiated.py) and for gathers (peer_gathers.py).
 
 Any rank may be late or absent at these, so ranks must know beforehand whether all of them are connected. They
 exchange addresses, connect, and then tell each other whether that has succeeded. ``record_of`` and the functions after
 it are for process groups, too.
+
+``NextSession`` waits to be part of the next group of an elastic job while the rank trains by itself.
 """
 
 from __future__ import annotations
 
+import contextvars
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -142,3 +148,31 @@ def addresses_of(records: Sequence[bytes], ranks: Sequence[int], machine: int) -
     """The addresses of those of ``ranks`` that are not on ``machine``."""
     told = ((rank, *_RECORD.unpack(record)) for rank, record in zip(ranks, records, strict=True))
     return {rank: address.rstrip(b"\0").decode() for rank, where, _, _, address in told if where != machine}
+
+
+class NextSession:
+    """``opener`` ends the present session, and opens the next one; a thread calls it. Any thread."""
+
+    def __init__(self, opener: Callable[[], Session]) -> None:
+        self._session: Future[Session] = Future()
+        run = contextvars.copy_context().run  # with the caller's context of ranks
+        threading.Thread(target=run, args=(self._run, opener), name="byteps-next-group", daemon=True).start()
+
+    def _run(self, opener: Callable[[], Session]) -> None:
+        try:
+            self._session.set_result(opener())
+        except BaseException as error:  # ``take`` raises it
+            self._session.set_exception(error)
+
+    @property
+    def is_ready(self) -> bool:
+        """``take`` returns or raises at once."""
+        return self._session.done()
+
+    def wait(self) -> None:
+        """Until it is ready: settings.start_timeout_s bounds it."""
+        self._session.exception()
+
+    def take(self) -> Session:
+        """Waits. Raises the errors of ``opener``."""
+        return self._session.result()

@@ -11,7 +11,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import HostsUpdatedInterrupt, NotInitializedError, RendezvousError
 from byteps_py.session import Session, open_session
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.next_session import NextSession
+from byteps_py.torch.collectives.job_connections import NextSession
 
 WAIT_S = 30.0
 
