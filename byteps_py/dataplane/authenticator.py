@@ -33,8 +33,6 @@ _NONCE_BYTES = 16
 #: How many nonces are remembered. Only members can make valid ones, a few for each connection that breaks.
 _MOST_USED = 1 << 16
 _BATCH = 64
-#: version, request id, domain, address, routing id, mechanism, name, password
-_REQUEST_PARTS = 8
 _OK, _REFUSED = (b"200", b"OK"), (b"400", b"not a member of this job")
 
 

@@ -107,14 +107,14 @@ def carried_variables(environ: Mapping[str, str], exports: Sequence[str]) -> dic
     return found
 
 
-def ask_hosts(options: HostOptions, job: RemoteJob, limit_s: float = _ANSWER_LIMIT_S) -> dict[str, HostAnswer]:
+def ask_hosts(options: HostOptions, job: RemoteJob) -> dict[str, HostAnswer]:
     """The answers of all hosts, by name. Raises RendezvousError that names each host which can't run its part."""
     if shutil.which("ssh") is None and not all(map(_is_here, options.all)):
         raise ConfigurationError("ssh is not installed here (Debian: apt-get install openssh-client)")
     started: dict[str, subprocess.Popen[bytes]] = {}
     answers: dict[str, HostAnswer] = {}
     problems: dict[str, str] = {}
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + _ANSWER_LIMIT_S
     try:
         for host in options.all:
             trains = host not in options.servers

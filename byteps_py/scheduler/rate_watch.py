@@ -121,7 +121,7 @@ class Seen(NamedTuple):
     sign: Sign
 
 
-def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_s: float = WINDOW_S) -> dict[int, Seen]:
+def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float]) -> dict[int, Seen]:
     """The rate of each machine's link of which ``usages``, one for each connection, are evidence. ``known_mbit``: what
     they are known to carry.
 
@@ -130,7 +130,7 @@ def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_
     >>> {machine: round(seen.least_mbit) for machine, seen in seen_rates(slow, dict.fromkeys(range(3), 400.0)).items()}
     {1: 200, 0: 297, 2: 297}
     """
-    evidence = _Evidence(usages, known_mbit, window_s)
+    evidence = _Evidence(usages, known_mbit)
     found: dict[int, Seen] = {}
     left = dict(known_mbit)
     while left and len(found) < _MOST_SLOW:
@@ -150,8 +150,8 @@ def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_
 class _Evidence:
     """The transfers of a window, by the machines at both ends."""
 
-    def __init__(self, usages: Sequence[Usage], known_mbit: Mapping[int, float], window_s: float) -> None:
-        self._known_mbit, self._window_s = known_mbit, window_s
+    def __init__(self, usages: Sequence[Usage], known_mbit: Mapping[int, float]) -> None:
+        self._known_mbit = known_mbit
         self._longest_s = max((usage.busy_s for usage in usages), default=0.0)
         self._sent: dict[int, list[tuple[int, Usage]]] = {}  # with the machine at the other end
         self._received: dict[int, list[tuple[int, Usage]]] = {}
@@ -190,23 +190,21 @@ class _Evidence:
         held_up = [usage for other, usage in ends if other not in left or other in full]
         total += int(sum(usage.nbytes * min(1.0, busy_s / (usage.busy_s or busy_s or 1.0)) for usage in held_up))
         megabits = total * MBIT
-        if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
+        if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * WINDOW_S:
             return None
         longest_s = max(usage.busy_s for usage in free)
         sign = Sign.SENDS if is_sending else Sign.RECEIVES
-        if busy_s < max(_WAITED_FOR * self._longest_s, _LEAST_PART * self._window_s):
+        if busy_s < max(_WAITED_FOR * self._longest_s, _LEAST_PART * WINDOW_S):
             return Seen(math.inf, megabits / longest_s / _APART, sign)
         # Transfers that are often held up are on their way for long, and together they may fill the link all the same.
-        carried_mbit = sum(usage.nbytes for _, usage in ends) * MBIT / (_REPORTED_LATE * self._window_s)
+        carried_mbit = sum(usage.nbytes for _, usage in ends) * MBIT / (_REPORTED_LATE * WINDOW_S)
         sign = Sign.READS if unread_s > busy_s / 2 else sign
         return Seen(max(carried_mbit, megabits / busy_s), megabits / longest_s, sign)
 
     def _full(self, ends: Mapping[int, Sequence[tuple[int, Usage]]]) -> set[int]:
         """The machines whose links carry about as much as they can in one direction: transfers wait for each other
         there."""
-        carried_mbit = {
-            machine: sum(usage.nbytes for _, usage in of) * MBIT / self._window_s for machine, of in ends.items()
-        }
+        carried_mbit = {machine: sum(usage.nbytes for _, usage in of) * MBIT / WINDOW_S for machine, of in ends.items()}
         return {
             machine for machine, mbit in carried_mbit.items() if mbit >= _FULL * self._known_mbit.get(machine, math.inf)
         }
@@ -215,7 +213,7 @@ class _Evidence:
         """All of the transfers of ``machine`` wait for links that are full."""
         megabits = sum(usage.nbytes for usage in usages) * MBIT
         longest_s = max(usage.busy_s for usage in usages)
-        if longest_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
+        if longest_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * WINDOW_S:
             return None
         sign = Sign.SENDS if is_sending else Sign.RECEIVES
         return Seen(math.inf, megabits / longest_s / _APART, sign)

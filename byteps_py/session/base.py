@@ -237,7 +237,7 @@ class StateHost(ABC):
         """The latest step whose record of this rank no machine has taken; 0: none. Known once ``held`` is beyond it."""
 
     @abstractmethod
-    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
+    def wait_for_step(self, shard: HostedShard) -> None:
         """Return when a step that is not the last of its round is made. Raises the errors of ``wait``."""
 
     @abstractmethod

@@ -150,7 +150,7 @@ class SoloStateHost(StateHost):
     def refused_step(self) -> int:
         return 0
 
-    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
+    def wait_for_step(self, shard: HostedShard) -> None:
         self._session.check_open()  # it is made already
 
     def server_addresses(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from byteps_py.system.loop import EventLoop
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, TcpLink
 
 OPEN = Settings(
     scheduler_host="127.0.0.1",
@@ -63,8 +63,11 @@ class Line:
 
     def _run(self) -> None:
         self.link = TcpLink(
-            self._context, Runtime(loop=self.loop), LinkTarget(self.proxy.address), 0, self._mine,
-            lambda block, offset, length: memoryview(self._data)[offset : offset + length],
+            LinkOrigin(
+                self._context, Runtime(loop=self.loop), 0, self._mine,
+                lambda block, offset, length: memoryview(self._data)[offset : offset + length],
+            ),
+            LinkTarget(self.proxy.address),
             LinkEvents(
                 lambda header, frame: self.came.put((header, frame.bytes if frame is not None else b"")),
                 self._again,
@@ -252,7 +255,7 @@ def test_something_else_listens_there(says: list[bytes], text: str) -> None:
         stranger, address = listener.router, listener.address
         loop.add_reader(stranger, lambda: stranger.send_multipart([stranger.recv_multipart()[0], *says]))
         link = TcpLink(
-            context, Runtime(loop=loop), LinkTarget(address), 0, SIGNED, lambda *block: memoryview(b""),
+            LinkOrigin(context, Runtime(loop=loop), 0, SIGNED, lambda *block: memoryview(b"")), LinkTarget(address),
             LinkEvents(lambda *answer: None, lambda: None, losses.append),
         )  # fmt: skip
         with pytest.raises(ProtocolError, match="the summation service at") as caught:

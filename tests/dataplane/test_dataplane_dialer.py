@@ -25,7 +25,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.security.unauthenticated_connections import MOST_BYTES
 from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, TcpLink
 
 PUSHED = bytes(3 * MOST_BYTES)
 
@@ -294,7 +294,9 @@ def test_connections_over_slow_links_are_not_kept_warm(mbit: float, keeps_warm: 
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         loop, nothing = EventLoop(), cast(Any, None)
         target, runtime = LinkTarget(address, link_mbit=mbit), Runtime(loop=loop, dialer=cast(Any, dialer))
-        link = TcpLink(context, runtime, target, 0, SETTINGS, nothing, LinkEvents(nothing, nothing, nothing))
+        link = TcpLink(
+            LinkOrigin(context, runtime, 0, SETTINGS, nothing), target, LinkEvents(nothing, nothing, nothing)
+        )
         assert found[0]._socket is not None
         assert (found[0]._socket.getsockopt(zmq.HEARTBEAT_IVL) > 0) == keeps_warm
         link.close()

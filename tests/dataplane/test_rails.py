@@ -30,7 +30,7 @@ from byteps_py.system.shm import Block
 from byteps_py.wire.data_link import READER_KINDS, Header, Kind
 from byteps_py.worker.io.probe import Probe
 from byteps_py.worker.io.railed_link import RailedLink
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget
 
 PLACE = {"scheduler_host": "127.0.0.1", "scheduler_port": 9999, "job_id": "test", "num_workers": 2}
 ONE = Settings(**PLACE)  # type: ignore[arg-type]
@@ -65,8 +65,11 @@ class Pair:
         mine = replace(mine, heartbeat_timeout_max_s=max(patience_s, mine.heartbeat_timeout_s))
         events = LinkEvents(lambda header, frame: self.came.append(header.round), self._again, lambda why: None)
         self.link = RailedLink(
-            self.context, Runtime(loop=self.loop), LinkTarget(self.listener.address), 0, mine,
-            lambda block, offset, length: memoryview(self.data)[offset : offset + length], events,
+            LinkOrigin(
+                self.context, Runtime(loop=self.loop), 0, mine,
+                lambda block, offset, length: memoryview(self.data)[offset : offset + length],
+            ),
+            LinkTarget(self.listener.address), events,
         )  # fmt: skip
         self.link._cards = NetworkCards(own_hosts, ("",) * len(own_hosts)) if own_hosts else self.link._cards
         self.due: set[int] = set()

@@ -19,7 +19,7 @@ from byteps_py.wire.data_link import HEADER_BYTES, Fetch, Header, Kind, pack_nam
 from byteps_py.worker.group import Group, GroupServices
 from byteps_py.worker.io import network
 from byteps_py.worker.io.peers import PeerMachines
-from byteps_py.worker.io.server_links import LinkTarget
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget
 
 from .base import Target
 from .machine import _SETTINGS, RANKS, Machine
@@ -130,8 +130,8 @@ class Cluster(Machine):
         links = self.links
 
         class ToServer(_Link):
-            def __init__(self, context: object, runtime: object, target: LinkTarget, *rest: Any) -> None:
-                super().__init__(rest[3].on_answer)
+            def __init__(self, origin: object, target: LinkTarget, events: LinkEvents) -> None:
+                super().__init__(events.on_answer)
                 links[_OTHER] = self
 
         class Beside(_Link):
@@ -142,8 +142,8 @@ class Cluster(Machine):
                 links[_HERE] = self
 
         class ToMachine(_Link):
-            def __init__(self, context: object, runtime: object, target: LinkTarget, *rest: Any) -> None:
-                super().__init__(rest[3].on_answer)
+            def __init__(self, origin: object, target: LinkTarget, events: LinkEvents) -> None:
+                super().__init__(events.on_answer)
                 links[-1 - int(target.address)] = self
 
         class Links(network.Network):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.clusters import bpslaunch
+from support.paper_formulas import pipeline_hop_words, tensor_parallel_words
 
 from byteps_py.parallel.context.head_tail import gathered_bytes
-from byteps_py.tools.plan.formulas import pipeline_hop_words, tensor_parallel_words
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "carry_parallel.py"
 BATCH, SEQUENCE, WIDTH, KV_HEADS, HEAD_DIM, FLOAT32 = 2, 64, 256, 4, 32, 4

@@ -7,6 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
+from support import paper_formulas as formulas
 
 from byteps_py.cli.__main__ import main as bps
 from byteps_py.errors import UsageError
@@ -24,7 +25,6 @@ from byteps_py.parallel.pipe.schedules import (
     pipedream_2bw,
 )
 from byteps_py.parallel.pipe.simulator import Durations, SyncMode, reductions, simulate
-from byteps_py.tools.plan import formulas
 
 SLOTS = Durations(forward=1, backward=1)
 

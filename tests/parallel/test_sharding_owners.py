@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from support.paper_formulas import bert_sizes, whole_owner_bytes
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
 from byteps_py.parallel.mesh_layout import MeshLayout
 from byteps_py.parallel.sharding.rank_memory import FusedBuffer, TensorArena, cut_chunks
 from byteps_py.parallel.sharding.strategy import Strategy, assign_owners, cut_by_anchors, cut_by_size, sharding_groups
-from byteps_py.tools.plan.formulas import bert_sizes, stage_table, whole_owner_bytes
+from byteps_py.tools.plan.formulas import stage_table
 
 ROOT = Path(__file__).parents[2]
 SIZES = st.lists(st.integers(0, 10**9), min_size=1, max_size=40)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import case, run
+from support.paper_formulas import whole_owner_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -28,7 +29,7 @@ from byteps_py.parallel import Mesh, checkpoint
 from byteps_py.parallel.sharding import ShardedOptimizer, ShardOptions, Strategy, partitioned_checkpoint, shard
 from byteps_py.parallel.sharding.rank_memory import tally_memory
 from byteps_py.parallel.tensor import Column, Row, copy_to_ranks, parallelize
-from byteps_py.tools.plan.formulas import state_bytes, whole_owner_bytes
+from byteps_py.tools.plan.formulas import state_bytes
 
 CLOSE = 1e-12
 WIDTH, ROWS = 6, 24

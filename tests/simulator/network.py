@@ -26,7 +26,7 @@ from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.tensor import AccumulatedPart, Stage
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, ServerLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, ServerLink
 
 from .local import Loop
 from .memory import Frame, Memory
@@ -110,16 +110,8 @@ class _Sent:
 class TcpLink(ServerLink):
     """One machine's way to one server."""
 
-    def __init__(
-        self,
-        context: object,
-        runtime: Any,
-        target: LinkTarget,
-        sender: int,
-        settings: Settings,
-        contributions: object,
-        events: LinkEvents,
-    ) -> None:
+    def __init__(self, origin: LinkOrigin, target: LinkTarget, events: LinkEvents) -> None:
+        runtime: Any = origin.runtime
         loop = runtime.loop
         self.network: Network = runtime.network
         self.process = loop.process
@@ -130,9 +122,9 @@ class TcpLink(ServerLink):
         self._world = self.network.world
         self._loop = loop
         self._address = target.address
-        self._machine = sender
+        self._machine = origin.sender
         self._group = target.group
-        self._patience_s = settings.heartbeat_timeout_s
+        self._patience_s = origin.settings.heartbeat_timeout_s
         self._on_reconnected = events.on_reconnected
         self._on_lost = events.on_lost
         self._is_up = False
@@ -143,7 +135,10 @@ class TcpLink(ServerLink):
         loop.process.on_end.append(self.close)
         self.server.process.on_end.append(self.break_)
         self._open()
-        first, first_s = self.connection, SLOW_FACTOR * self._patience_s if target.is_late else settings.start_timeout_s
+        first, first_s = (
+            self.connection,
+            SLOW_FACTOR * self._patience_s if target.is_late else origin.settings.start_timeout_s,
+        )
         self._loop.call_later(first_s, lambda: self._give_up(first))
 
     @property

@@ -29,7 +29,7 @@ from byteps_py.system.loop import EventLoop
 from byteps_py.system.shm import Arena, Block
 from byteps_py.wire.data_link import Header
 from byteps_py.worker.io.railed_link import RailedLink
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, LocalLink, ServerLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, LocalLink, ServerLink
 from support.data_plane import WAIT_S
 from support.summation import SETTINGS
 
@@ -172,10 +172,13 @@ class TcpLane(RealLane):
         self._is_ended = False
         self._context = zmq.Context()
         self.link = RailedLink(
-            self._context, self.runtime, LinkTarget(self._server.address), 0, settings,
-            lambda block, offset, length: memoryview(
-                (ctypes.c_char * length).from_address(block.address + offset)
-            ).cast("B"),
+            LinkOrigin(
+                self._context, self.runtime, 0, settings,
+                lambda block, offset, length: memoryview(
+                    (ctypes.c_char * length).from_address(block.address + offset)
+                ).cast("B"),
+            ),
+            LinkTarget(self._server.address),
             LinkEvents(self._answered, lambda: None, self.lost.append),
         )  # fmt: skip
         self.until(lambda: len(self.link.rails) == cards and all(rail.is_open for rail in self.link.rails))

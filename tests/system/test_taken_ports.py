@@ -19,7 +19,7 @@ from byteps_py.dataplane.traffic import Traffic
 from byteps_py.runtime import Runtime
 from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import Kind
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, TcpLink
 
 QUICK = dataclasses.replace(SETTINGS, heartbeat_timeout_s=0.3, heartbeat_interval_s=0.1)
 RUBBISH = b"HTTP/1.1 400 Bad Request\r\n\r\n"
@@ -32,8 +32,8 @@ class Link:
         self.lost: list[str] = []
         self._loop = loop
         self.link = TcpLink(
-            context, Runtime(loop=loop), LinkTarget(address, is_late=is_late), 0, QUICK,
-            lambda *block: memoryview(b""), LinkEvents(lambda *answer: None, lambda: None, self._on_lost),
+            LinkOrigin(context, Runtime(loop=loop), 0, QUICK, lambda *block: memoryview(b"")),
+            LinkTarget(address, is_late=is_late), LinkEvents(lambda *answer: None, lambda: None, self._on_lost),
         )  # fmt: skip
 
     def _on_lost(self, sentence: str) -> None:

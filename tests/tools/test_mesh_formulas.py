@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import pytest
-
-from byteps_py.errors import UsageError
-from byteps_py.tools.plan.formulas import (
-    activation_bytes,
+from support.paper_formulas import (
     first_stage_layers,
     gpt_parameters,
     gpt_step_flops,
     pipeline_hop_words,
-    state_bytes,
-    state_traffic,
     tensor_parallel_words,
 )
+
+from byteps_py.errors import UsageError
+from byteps_py.tools.plan.formulas import activation_bytes, state_bytes, state_traffic
 
 
 @pytest.mark.parametrize(

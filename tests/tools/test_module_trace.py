@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.clusters import ROOT
+from support.paper_formulas import gpt_parameters, gpt_step_flops
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from byteps_py.errors import UnsupportedError, UsageError
-from byteps_py.tools.plan.formulas import gpt_parameters, gpt_step_flops
 from byteps_py.tools.plan.model_costs import ModelCosts, RepeatedBlocks
 from byteps_py.tools.plan.module_trace import InputSize, load_factory, trace_model
 from byteps_py.tools.plan.sizing_job import ModelShape

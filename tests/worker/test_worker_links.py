@@ -19,7 +19,7 @@ from byteps_py.system.loop import EventLoop
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, TcpLink
 
 SETTINGS = Settings(
     scheduler_host="127.0.0.1",
@@ -54,8 +54,11 @@ class Worker:
         self.data = bytearray()
         self.context = zmq.Context()
         self.link = TcpLink(
-            self.context, Runtime(loop=self.loop), LinkTarget(self.proxy.address), 0, SETTINGS,
-            lambda block, offset, length: memoryview(self.data)[offset : offset + length],
+            LinkOrigin(
+                self.context, Runtime(loop=self.loop), 0, SETTINGS,
+                lambda block, offset, length: memoryview(self.data)[offset : offset + length],
+            ),
+            LinkTarget(self.proxy.address),
             LinkEvents(self._answered, self._again, self._lost),
         )  # fmt: skip
 
@@ -189,8 +192,8 @@ def test_a_server_that_is_late_and_can_not_be_reached_is_told_after_ten_timeouts
     settings = dataclasses.replace(SETTINGS, heartbeat_timeout_s=0.1, heartbeat_interval_s=0.05, start_timeout_s=600.0)
     worker.proxy.refuse()
     late = TcpLink(
-        worker.context, Runtime(loop=worker.loop), LinkTarget(worker.proxy.address, is_late=True), 0, settings,
-        lambda block, offset, length: memoryview(b""), LinkEvents(worker._answered, worker._again, worker._lost),
+        LinkOrigin(worker.context, Runtime(loop=worker.loop), 0, settings, lambda *block: memoryview(b"")),
+        LinkTarget(worker.proxy.address, is_late=True), LinkEvents(worker._answered, worker._again, worker._lost),
     )  # fmt: skip
     worker.link.close()
     try:

@@ -43,7 +43,7 @@ def test_a_server_that_wakes_in_an_older_group_is_not_heard(kind: Kind) -> None:
     links: list[Link] = []
 
     def link(*arguments: Any, **options: Any) -> Link:
-        links.append(Link(arguments[6].on_answer))
+        links.append(Link(arguments[2].on_answer))
         return links[-1]
 
     class Heard(Network):

@@ -14,7 +14,7 @@ from byteps_py.dataplane.dialer import Owner
 from byteps_py.errors import IntegrityError
 from byteps_py.runtime import Runtime
 from byteps_py.wire.data_link import Header, Kind
-from byteps_py.worker.io.server_links import _GOOD_AGAIN, LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import _GOOD_AGAIN, LinkEvents, LinkOrigin, LinkTarget, TcpLink
 
 
 class Dialer:
@@ -54,7 +54,7 @@ class Line:
         nothing: Any = None
         runtime = Runtime(loop=loop, dialer=cast(Any, Dialer))
         events = LinkEvents(self._answered, self._again, nothing)
-        self.link = TcpLink(nothing, runtime, LinkTarget("tcp://there"), 0, Settings(), nothing, events)
+        self.link = TcpLink(LinkOrigin(nothing, runtime, 0, Settings(), nothing), LinkTarget("tcp://there"), events)
         self.dialer = cast(Dialer, self.link._dialer)
         self.dialer.open()
 

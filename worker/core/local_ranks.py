@@ -134,11 +134,6 @@ class LocalRank(Generic[C]):
     def is_in_group(self) -> bool:
         return self.state in IN_GROUP
 
-    @property
-    def rank_order(self) -> tuple[int, int]:
-        """All of a group take the state of its first rank: ranks that have the latest state come first."""
-        return -self.synced_in, self.seat
-
 
 class LocalRanks(Generic[C]):
     """All local ranks of a machine, by seat, and the group that some of them are, or were last. ``is_elastic``: one
@@ -205,9 +200,9 @@ class LocalRanks(Generic[C]):
 
     def begins(self, count: int) -> list[LocalRank[C]]:
         """A group begins that has ``count`` ranks of this machine: the first one, to which all ranks belong, by their
-        seats; another one those that wait, in ``rank_order``, and perhaps fewer. Those of it that wait are welcome,
-        and returned in the order in which they are to be told. Those of the first one that have yet to come are
-        LATE."""
+        seats; another one those that wait, first the ranks with the latest state, and perhaps fewer. Those of it that
+        wait are welcome, and returned in the order in which they are to be told. Those of the first one that have yet
+        to come are LATE."""
         waiting = self.waiting
         is_first = not (self.has_had_group or self.are_counted) and count == len(self._all)
         self.has_had_group, self.are_counted = True, False

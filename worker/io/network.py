@@ -33,7 +33,7 @@ from byteps_py.worker.core.tensor import AccumulatedPart, Part
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.io.railed_link import RailedLink
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, LocalLink, ServerLink, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, LocalLink, ServerLink, TcpLink
 from byteps_py.worker.io.slot_memory import SlotMemory
 
 
@@ -124,17 +124,13 @@ class Network:
             name, arena = server.local_address, self._memory.machine
             return self.local_link_class(self._runtime, name, self._me, self._settings, arena, on_answer, on_gone)
         return self.tcp_link_class(
-            self._context,
-            self._runtime,
+            LinkOrigin(self._context, self._runtime, self._me, self._settings, self._memory.view),
             LinkTarget(
                 server.address,
                 group=topology.group,
                 is_late=topology.epoch > topology.group,
                 link_mbit=min(server.link_mbit, topology.me.link_mbit),
             ),
-            self._me,
-            self._settings,
-            self._memory.view,
             LinkEvents(on_answer, lambda: self._on_reconnected(number), on_lost),
         )
 

@@ -23,7 +23,7 @@ from byteps_py.worker.core.pieces import PieceRequest, Receipt, Receipts, Transf
 from byteps_py.worker.core.tensor import AskSum, SumRequest
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.railed_link import RailedLink
-from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, TcpLink
 
 #: What came whole is said so late by itself: most ranks ask for the next round's piece before.
 _SAY_S = 0.005
@@ -168,8 +168,7 @@ class PeerMachines:
             if self._topology is None or on_lost is None:
                 raise ProtocolError("a piece is to be fetched before the other machines are known")
             link = self._links[machine_index] = self.link_class(
-                self._context,
-                self._runtime,
+                LinkOrigin(self._context, self._runtime, self._me, self._settings, _no_payload),
                 LinkTarget(
                     self._topology.workers[machine_index].address,
                     f"communication service of machine {machine_index}",
@@ -177,9 +176,6 @@ class PeerMachines:
                     is_late=True,  # it is a member: a process that does not know this group has its port by now
                     link_mbit=min(self._topology.workers[machine_index].link_mbit, self._topology.me.link_mbit),
                 ),
-                self._me,
-                self._settings,
-                _no_payload,
                 LinkEvents(
                     self._answered,
                     functools.partial(self._again, machine_index),

@@ -16,20 +16,23 @@ While a rail can't be made, the others carry all. Owned by the loop's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import zmq
-
-from byteps_py.config.settings import Settings
-from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.log import logger
 from byteps_py.system.network_interfaces import Rail
-from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind
-from byteps_py.worker.io.server_links import SHADOW_KINDS, LinkEvents, LinkTarget, PendingRequest, ServerLink, TcpLink
+from byteps_py.worker.io.server_links import (
+    SHADOW_KINDS,
+    LinkEvents,
+    LinkOrigin,
+    LinkTarget,
+    PendingRequest,
+    ServerLink,
+    TcpLink,
+)
 
 _ORDERED = SHADOW_KINDS | {Kind.CLOCK, Kind.ORDER}
 
@@ -37,17 +40,8 @@ _ORDERED = SHADOW_KINDS | {Kind.CLOCK, Kind.ORDER}
 class RailedLink(TcpLink):
     """Rail 0, which has the others. Without several network cards, at this end or the other, it is the only one."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        runtime: Runtime,
-        target: LinkTarget,
-        sender: int,
-        settings: Settings,
-        contributions: Callable[[Block, int, int], memoryview],
-        events: LinkEvents,
-    ) -> None:
-        self._cards = machine.network_cards(settings)
+    def __init__(self, origin: LinkOrigin, target: LinkTarget, events: LinkEvents) -> None:
+        self._cards = machine.network_cards(origin.settings)
         self._others: list[TcpLink] = []  # from rail 1 on
         self._chosen: dict[tuple[int, int], TcpLink] = {}  # by key and index of a partition
         self._ordered: set[tuple[int, int]] = set()  # partitions of which copies are kept
@@ -56,13 +50,13 @@ class RailedLink(TcpLink):
         def new_rail(rail: Rail) -> TcpLink:
             there = replace(target, address=rail.there, is_late=True, rail=rail.number, source=rail.own)
             called = LinkEvents(events.on_answer, self._dialer.reconnect, lambda why: self._lost(rail.number, why))
-            made = TcpLink(context, runtime, there, sender, settings, contributions, called)
+            made = TcpLink(origin, there, called)
             made.share_damage(self)  # what comes damaged twice is an error, also on two rails
             return made
 
         self._new_rail = new_rail
         self._told: set[int] = set()  # rails that can't be reached, as the log says
-        super().__init__(context, runtime, target, sender, settings, contributions, events)
+        super().__init__(origin, target, events)
 
     @property
     def rails(self) -> Sequence[ServerLink]:

@@ -127,6 +127,18 @@ class LinkTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkOrigin:
+    """The end of links that is here. ``sender``: the index of this machine. ``contributions(block, offset, length)``:
+    the bytes of a payload."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    runtime: Runtime
+    sender: int
+    settings: Settings
+    contributions: Callable[[Block, int, int], memoryview]
+
+
+@dataclass(frozen=True, slots=True)
 class LinkEvents:
     """The callbacks of a link: with an answer, when what has no answer is to be sent once more, and when the other end
     can't be reached."""
@@ -149,21 +161,13 @@ class TcpLink(ServerLink, Owner):
     the connection counts as broken. What comes damaged twice is an error.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        runtime: Runtime,
-        target: LinkTarget,
-        sender: int,
-        settings: Settings,
-        contributions: Callable[[Block, int, int], memoryview],
-        events: LinkEvents,
-    ) -> None:
-        loop = self._loop = runtime.loop
+    def __init__(self, origin: LinkOrigin, target: LinkTarget, events: LinkEvents) -> None:
+        settings = origin.settings
+        loop = self._loop = origin.runtime.loop
         self._who = f"the {target.what} at {target.address}"
         has_slow_link = tuning.is_slow(target.link_mbit)
         self._silence_s = functools.partial(silence_s, settings, loop, has_slow_link)
-        self._view = contributions
+        self._view = origin.contributions
         self._on_answer = events.on_answer
         self._on_reconnected = events.on_reconnected
         self._on_lost = events.on_lost
@@ -179,7 +183,7 @@ class TcpLink(ServerLink, Owner):
         self._is_closed = False
         self.address = target.address
         there = DialTarget(target.address, self._who, target.group, has_slow_link, target.rail, target.source)
-        self._dialer = runtime.dialer(context, loop, there, sender, settings, self)
+        self._dialer = origin.runtime.dialer(origin.context, loop, there, origin.sender, settings, self)
         first_s = settings.patience_s if target.is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
 

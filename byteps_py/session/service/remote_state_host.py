@@ -114,8 +114,8 @@ class RemoteStateHost(StateHost):
     def refused_step(self) -> int:
         return self._refused
 
-    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
-        self.square_sum(shard, (), timeout_s)  # there are sums again
+    def wait_for_step(self, shard: HostedShard) -> None:
+        self.square_sum(shard, ())  # there are sums again
 
     def skip_step(self, source: Slot) -> None:
         self._session.send(protocol.SkipStep(source.id, source.round))

@@ -146,12 +146,6 @@ class PeerRound:
             raise joined_error(self._name, min(absent))
         self._are_on_host &= all(votes.received(number).values())
 
-    @property
-    def are_on_host(self) -> bool:
-        """True if the tensors of all ranks are in the host's memory. The same on all, once the first messages are
-        here."""
-        return self._are_on_host
-
     def is_direct(self, nbytes: int) -> bool:
         """True if data of which each rank receives ``nbytes``, the same on all, go from rank to rank; otherwise through
         the service."""
