@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from byteps_py.errors import BytePSError, MismatchError, UnsupportedError, UsageError
 from byteps_py.parallel.collectives import ALL_GATHER, all_gather_single
-from byteps_py.parallel.compressed_fsdp import compress_gradients as compress_gradients
+from byteps_py.parallel.compressed_gradients import compress_gradients as compress_gradients
 from byteps_py.system.process_memory import available_memory_bytes
 from byteps_py.system.shm import PAGE
 from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup

@@ -19,8 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
-from byteps_py.parallel.compressed import CompressedAverages, check_compression
-from byteps_py.parallel.compressed_fsdp import compress_gradients
+from byteps_py.parallel.compressed_gradients import CompressedAverages, check_compression, compress_gradients
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
 from byteps_py.parallel.hosted import EqualCopies, MeshHosting, hosted_optimizer, whole_module

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from byteps_py.checkpoint.writer import write_state
+from byteps_py.checkpoint.program import write_state
 from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_steps
 from byteps_py.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
 from byteps_py.shadow.record import Attachment, StoredBuffer

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from byteps_py.checkpoint.writer import write_state
+from byteps_py.checkpoint.program import write_state
 from byteps_py.errors import CheckpointError, UsageError
 from byteps_py.torch.gradients.hosted.restore import _check_shapes, _StoredCheckpoint
 
