@@ -1,6 +1,6 @@
 """`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. `bps plan memory`: the
 memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. The
-other plans are in plan_cluster.py, plan_layout.py, plan_model.py and plan_operators.py. Starts nothing."""
+other plans are in plan_inputs.py and plan_divisions.py. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
-from byteps_py.cli.plan_cluster import add_cluster
-from byteps_py.cli.plan_layout import add_layout
-from byteps_py.cli.plan_model import add_model
-from byteps_py.cli.plan_operators import add_operators
+from byteps_py.cli.plan_divisions import add_layout, add_operators
+from byteps_py.cli.plan_inputs import add_cluster, add_model
 
 if TYPE_CHECKING:
     from byteps_py.tools.plan.sizing import SizePlan

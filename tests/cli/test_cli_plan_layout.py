@@ -12,7 +12,7 @@ from support.breaking import command
 from support.clusters import ROOT
 
 from byteps_py.cli.__main__ import main
-from byteps_py.cli.plan_layout import program_of
+from byteps_py.cli.plan_divisions import program_of
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.cluster import Cluster
 from byteps_py.tools.plan.layout_cost import JobLayout, PlanJob
