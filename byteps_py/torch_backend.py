@@ -29,9 +29,9 @@ def register() -> None:
 
 
 def _meet(url: str, **options: Any) -> Any:
-    from byteps_py.torch.process_group import env_rendezvous
+    from byteps_py.torch.collectives import torch_rendezvous
 
-    return env_rendezvous.meet(url, **options)
+    return torch_rendezvous.meet(url, **options)
 
 
 def _create(opts: Any, pg_options: Any = None) -> Any:
