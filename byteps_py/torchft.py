@@ -3,8 +3,8 @@
     from byteps_py.torchft import ProcessGroupBytePS
     manager = Manager(pg=ProcessGroupBytePS(timeout=timedelta(seconds=30)), …)
 
-Who imports this module needs torchft (``pip install torchft``). The thread that computes torchft's quorum configures;
-any thread may call collectives, as of every group.
+This module needs torchft (``pip install torchft``). The thread that computes torchft's quorum configures; any thread
+may call collectives, as of every group.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect_recordings(settings: Settings, timeout_s: float) -> tuple[list[Recording], dict[str, str]]:
-    """What the flight recorders of a job's ranks hold, each group from the same operation on; and who is missing, with
-    the reason. Raises like ``query.status``."""
+    """The contents of the flight recorders of a job's ranks, each group from the same operation on; and who is missing,
+    with the reason. Raises like ``query.status``."""
     from byteps_py.scheduler import query
     from byteps_py.system.flight_dump import aligned
 

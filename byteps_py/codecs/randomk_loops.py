@@ -35,7 +35,7 @@ _LAST = TOPK_BLOCK - 1
 
 @for_kernels
 def _position(salt: int, entry: int) -> Any:
-    """Where entry ``entry`` of a block stands. For each salt this is a permutation of the 4,096 positions: sums,
+    """The position of entry ``entry`` of a block. For each salt this is a permutation of the 4,096 positions: sums,
     products with odd numbers and shifted differences can all be taken back."""
     x = (entry * (salt & _LAST | 1) + (salt >> 12 & _LAST)) & _LAST
     x ^= x >> 6

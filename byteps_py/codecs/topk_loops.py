@@ -221,7 +221,7 @@ def _write(kind: int, item: int, entries: int, values: Any, near: Any, count: in
 
 @for_kernels
 def _sign_bit(entries: int) -> int:
-    """Where the signs of TOPK_2BIT begin behind the magnitudes, in bits."""
+    """The place of the first sign of TOPK_2BIT behind the magnitudes, in bits."""
     low_bits: int = _low_bits(entries)
     return entries * (low_bits + 1) + (_BLOCK >> low_bits)
 

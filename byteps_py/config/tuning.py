@@ -44,7 +44,7 @@ SLOW_MBIT = 10.0
 _MEMBERS_AT_FULL_RATE = 500
 #: Freed memory, in bytes, that a process keeps for messages before it knows how much it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
-#: What a summation service's answer takes however small it is: a busy machine's scheduling. In seconds.
+#: The least time of a summation service's answer, in seconds: a busy machine's scheduling.
 ANSWER_BASE_S = 0.005
 
 

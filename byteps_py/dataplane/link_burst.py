@@ -8,10 +8,10 @@ training as well.
     ├─ look ─ look ─ … ─┼──── does not count ────┼─────── counts ───────┤
                       └ the known rate in two looks: the burst ends here
 
-A limiter that hands out tokens lets a link that was not full be faster for a while. What it has saved is spent in the
-first part, which lasts until a link of the usual rate would have carried ``_BUCKET_BYTES`` more than one of the known
-rate. So only the last part counts. It looks until its connections have got their part of the other machines' links,
-which are full of gradients: the first looks show less than what the link carries.
+A limiter that hands out tokens lets a link that was not full be faster for a while. The bytes that it has saved are
+spent in the first part, which lasts until a link of the usual rate would have carried ``_BUCKET_BYTES`` more than one
+of the known rate. So only the last part counts. It looks until its connections have got their part of the other
+machines' links, which are full of gradients: the first looks show less than what the link carries.
 
 Owned by the loop's thread. It ends after a few seconds at most.
 """

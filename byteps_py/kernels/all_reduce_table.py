@@ -1,5 +1,5 @@
-"""What the compiled steps of a sum in shared memory (jit/all_reduce_kernels.py) work on: a table of unsigned 64-bit
-numbers, which is their input, and the control lines and slots of each rank. Pure; any thread.
+"""The table on which the compiled steps of a sum in shared memory (jit/all_reduce_kernels.py) work: unsigned 64-bit
+numbers, which are their input, and the control lines and slots of each rank. Pure; any thread.
 
 Sizes and offsets within the tensor are in bytes; addresses are those of this process.
 """

@@ -1,5 +1,5 @@
-"""The lender's process: asks the pool, looks at the owner's load, starts and drains servers. What to do is decided in
-lender.py. One thread, which waits in sigtimedwait: nothing here is urgent.
+"""The lender's process: asks the pool, looks at the owner's load, starts and drains servers. lender.py decides what to
+do. One thread, which waits in sigtimedwait: nothing here is urgent.
 
 ``OwnerWatch`` says whether the owner of the machine needs it: by the cores that other processes keep busy, or by a
 command that the owner gives. It reads /proc.
@@ -44,7 +44,7 @@ _ASK_TIMEOUT_S = 2.0
 _NICENESS = 10  # the owner's processes come first also before they are noticed
 _DRAIN_S = 35  # a server that finds no other to take its partitions goes on for 30 s
 _WAITED_FOR = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-#: What a server needs from the lender's environment, beside what it is told about the job.
+#: The variables of the lender's environment that a server needs, beside those about the job.
 _KEPT = ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_ENCRYPT", "BYTEPS_LOG_LEVEL", "BYTEPS_LOG_FORMAT",
          "BYTEPS_LOG_DIR", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BYTEPS_INTERFACES")  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Which lender serves which job: the decisions of a pool. Pure: requests and the time come in, answers go out.
 
-What stands is kept: a server moves only if its lender is busy, silent or refuses the job, or if the job has ended or
+Decisions stand: a server moves only if its lender is busy, silent or refuses the job, or if the job has ended or
 wants fewer. The job with the fewest servers, of those that want more, gets the next free server, from the lender that
 has the most room. One thread.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from byteps_py.errors import UsageError
 from byteps_py.wording import count_text
 
-#: Who is silent for so long is forgotten. Requests come every second.
+#: A lender or job that is silent for so long is forgotten. Requests come every second.
 LEASE_S = 10.0
 #: Variables that a server must have as the other members of its job have them.
 SHARED = (

@@ -1,6 +1,6 @@
 """All dimensions of a mesh at once: ``bps.parallel.parallelize_model``. Read it from top to bottom.
 
-What each dimension does is in the package of its name: tensor, context, pipe. Data parallelism is torch's.
+Each dimension has a package of its name: tensor, context, pipe. Data parallelism is torch's.
 """
 
 from __future__ import annotations

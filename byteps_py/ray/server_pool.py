@@ -135,7 +135,7 @@ class ServerPool:
         return self._placed(_ANSWER_S)
 
     def status(self) -> dict[str, Any]:
-        """What the scheduler knows of the job, as `bps status --json` prints it."""
+        """The scheduler's status of the job, as `bps status --json` prints it."""
         return query.to_dict(query.status(Settings.from_env({**self._variables, "DMLC_ROLE": "server"})))
 
     def stop(self) -> None:

@@ -63,7 +63,7 @@ _WAITED_FOR, _LEAST_PART = 0.6, 0.25
 #: Transfers of a machine for which others do not wait may be one after the other: together, they take so much longer
 #: than the longest.
 _APART = 1.3
-#: What is reported in a window may have been sent in one that is so much longer.
+#: Bytes that are reported in a window may have been sent in one that is so much longer.
 _REPORTED_LATE = 1.4
 #: A link that carries this part of its known rate is full.
 _FULL = 0.85

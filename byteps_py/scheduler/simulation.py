@@ -286,7 +286,7 @@ class MonthOptions:
     slow_link_s: float = 1440.0
     slow_processor_days: float = 50.0
     slow_processor_s: float = 600.0
-    #: What a slow link or processor takes, in units of the usual time.
+    #: The time with a slow link or processor, in units of the usual one.
     slower: float = 2.0
     #: From the moment in which a loss is known until the next step (benchmarks/results/goodput.md).
     recover_s: float = 7.0

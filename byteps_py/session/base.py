@@ -334,7 +334,7 @@ class Session(ABC):
     #: Makes a range of the profiler for a wait of a thread; it is given what says for what. None: nobody profiles.
     profile_wait: Callable[[Callable[[], str]], AbstractContextManager[object]] | None = None
 
-    #: What this rank has done, in this session and in those before. Its owner replaces it, before the first operation.
+    #: The work of this rank, in this session and in those before. Its owner replaces it, before the first operation.
     progress: Progress
 
     @property

@@ -1,4 +1,4 @@
-"""What a flight recorder held, as a file in the format of torch's flight recorder: at an error, and on SIGUSR1.
+"""The contents of a flight recorder, as a file in the format of torch's flight recorder: at an error, and on SIGUSR1.
 
 torch's analyser reads a folder with a file of each rank (``python -m torch.distributed.flight_recorder.fr_trace DIR``).
 It knows the backends that torch has, and their operations, so operations are named like those of gloo; it compares
@@ -126,7 +126,7 @@ def _entry(recording: Recording, at: int, span: FlightSpan) -> dict[str, Any]:
 
 
 def _way(span: FlightSpan) -> str:
-    """What follows the name of a message's operation: the places of both ranks in their group of two."""
+    """The text behind the name of a message's operation: the places of both ranks in their group of two."""
     if span.group.kind != "pair":
         return ""
     # The name of such a group ends with "SOURCE->TARGET", or with these and a tag: see torch/collectives/recording.py.

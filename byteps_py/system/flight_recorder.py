@@ -117,7 +117,7 @@ class FlightSpan:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a flight recorder held at a moment.
+    """The contents of a flight recorder at a moment.
 
     Attributes:
         about: of the rank: "rank", "size", "host", "machine", "pid", "job" and "epoch", as far as they are known.
@@ -273,14 +273,14 @@ class FlightRecorder:
             self._memory[at + _STATE_AT] = WITHDRAWN
 
     def _place(self, number: int) -> int:
-        """Where the record is; 0 if another one has its place."""
+        """The place of the record; 0 if another one has it."""
         if self._is_closed:
             return 0
         at = _HEADER_BYTES + number % self._capacity * _RECORD_BYTES
         return at if _NUMBER.unpack_from(self._memory, at)[0] == number else 0
 
     def read(self) -> Recording:
-        """What was recorded. Raises UsageError after ``close``."""
+        """The records. Raises UsageError after ``close``."""
         if self._is_closed:
             raise UsageError("the flight recorder is closed")
         return read_recording(self.fd)
@@ -436,7 +436,7 @@ class RecordingTail:
         return found
 
     def _record(self, number: int) -> tuple[int, ...] | None:
-        """What is where this number belongs; None if that is older."""
+        """The record at this number's place; None if that is older."""
         at = _HEADER_BYTES + number % self._capacity * _RECORD_BYTES
         settled = os.pread(self._fd, _RECORD.size, at)[-_NUMBER.size :]  # see _settled
         record = _RECORD.unpack(os.pread(self._fd, _RECORD.size - _NUMBER.size, at) + settled)

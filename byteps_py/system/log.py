@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 logger = logging.getLogger("byteps_py")
 
-#: What a line says beside its record: names and values, the latter strings or numbers.
+#: The facts of a line beside its record: names and values, the latter strings or numbers.
 Facts = Mapping[str, str | int]
 
 

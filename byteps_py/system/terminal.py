@@ -16,7 +16,7 @@ from typing import TextIO
 _CODES = {"green": "32", "yellow": "33", "red": "31", "bold": "1"}
 _BAR_WIDTH = 30
 _REDRAW_S = 0.1
-#: What is done sooner has no bar.
+#: Work that is done sooner has no bar.
 _PATIENCE_S = 0.5
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, and the cursor
 _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"

@@ -19,7 +19,7 @@ Times = npt.NDArray[np.float64]
 
 #: Dimensions of a mesh from the outermost to the innermost: communication is rarest in the first.
 DIMENSIONS = ("dp", "pp", "cp", "tp")
-#: What others call them.
+#: Their names elsewhere.
 _ALIASES = {
     "dp": ("dp", "data", "replicate", "shard", "fsdp", "hsdp", "ddp", "sharding"),
     "pp": ("pp", "pipe", "pipeline", "stage"),

@@ -83,7 +83,7 @@ class Compressor:
 
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor) -> type[Compressor]:
-        """What a parameter gets: always this one, see CompressionRules."""
+        """The compression of a parameter: always this one, see CompressionRules."""
         return cls
 
     #: See CompressionRules.
@@ -170,14 +170,14 @@ class CompressionRules:
     __name__ = "rules"
 
     def of(self, name: str, parameter: torch.Tensor) -> type[Compressor]:
-        """What a parameter gets. Raises UsageError if that is no compression."""
+        """The compression of a parameter. Raises UsageError if that is no compression."""
         try:
             return _any_compression_of(self.choose(name, parameter)).of(name, parameter)
         except UsageError as error:
             raise UsageError(f"parameter {name!r}: {error}") from None
 
 
-#: What a ``compression`` argument that is for many parameters may be.
+#: The values of a ``compression`` argument that is for many parameters.
 CompressionChoice = type[Compressor] | CompressionRules
 CompressionArgument = CompressionChoice | Mapping[str, Any] | Callable[[str, torch.Tensor], Any]
 
@@ -387,7 +387,7 @@ def _checked_rule(rule: Any) -> tuple[Callable[[str, torch.Tensor], bool], type[
 
 
 def choice_of(choice: Any) -> CompressionChoice:
-    """What a ``compression`` argument for many parameters means. Raises UsageError."""
+    """The meaning of a ``compression`` argument for many parameters. Raises UsageError."""
     if isinstance(choice, CompressionRules):
         return choice
     if callable(choice) and not isinstance(choice, type) and _maker_name(choice) is None:
@@ -408,7 +408,8 @@ def _seed(seed: int) -> int:
 
 
 class _Settings:
-    """What a dictionary of BytePS says. Its examples have strings in the place of numbers. ``take`` removes a value."""
+    """The contents of a dictionary of BytePS. Its examples have strings in the place of numbers. ``take`` removes a
+    value."""
 
     def __init__(self, choice: Mapping[str, Any]) -> None:
         self._choice = dict(choice)

@@ -1,4 +1,5 @@
-"""What a training loop tells about its batches, and the numbers of this rank for a logger of the script's own.
+"""The facts that a training loop tells about its batches, and the numbers of this rank for a logger of the script's
+own.
 
 Owns nothing: the context's Progress has the numbers. Any thread may call ``metrics``; the training thread calls
 ``count_batch``.

@@ -309,7 +309,7 @@ class LinkUsed:
 @_link.message(50)
 @dataclass(frozen=True, slots=True)
 class ProgressMade:
-    """What the rank has done since it began to train: see Progress. Sent at most once a second."""
+    """The progress of the rank since it began to train: see Progress. Sent at most once a second."""
 
     steps: U64
     step_s: F64

@@ -11,7 +11,7 @@ each of which has its size among the numbers::
         urgency: U8
         text: Text
 
-What is decoded has the types that its class names. Whether the values make sense is for its reader to check.
+A decoded record has the types that its class names. Its reader checks whether the values make sense.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FieldCodec(Protocol):
 
 
 class TextCodec:
-    """A str, as UTF-8. What can't be encoded, such as the name of a file in an error, is escaped."""
+    """A str, as UTF-8. Text that can't be encoded, such as the name of a file in an error, is escaped."""
 
     def pack(self, value: str) -> bytes:
         return value.encode(errors="backslashreplace")

@@ -1,6 +1,6 @@
 """``load``: each rank reads and checks all it needs; if all ranks could, they change the model and the optimizer.
 
-What is read is kept in host memory until then, as large as this rank's part. One thread."""
+The tensors that are read are kept in host memory until then, as large as this rank's part. One thread."""
 
 from __future__ import annotations
 

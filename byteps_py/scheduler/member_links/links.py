@@ -1,8 +1,8 @@
 """The scheduler's ends of all members' links: a link outlives its connections, and restarts of the scheduler.
 
-A link is one member's life; a stream is one connection of it. What the core calls a connection is a link. Pure: events
-of streams and the time go in, what to send on which stream comes out. Knows no sockets, files or clocks. One thread at
-a time may call.
+A link is one member's life; a stream is one connection of it. The core calls a link a connection. Pure: events of
+streams and the time go in, what to send on which stream comes out. Knows no sockets, files or clocks. One thread at a
+time may call.
 
     stream opens, Register ──► link, on that stream ──stream ends──► away ──Register, same token──► on a new stream
                                   │                                    └──grace over──► lost: the core hears of it

@@ -688,8 +688,8 @@ class PeerTransport:
                 self._free(self._retired.pop()[0])
 
     def close(self, is_forked: bool = False) -> None:
-        """Close the sockets and unmap the memory. What was sent still arrives. ``is_forked``: called in a forked
-        child."""
+        """Close the sockets and unmap the memory. Messages that were sent still arrive. ``is_forked``: called in a
+        forked child."""
         if self._is_closed:
             return
         self._is_closed = True

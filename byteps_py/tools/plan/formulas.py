@@ -15,8 +15,8 @@ from typing import Literal
 
 from byteps_py.errors import UsageError
 
-#: What a layer keeps for its backward pass: everything on one rank; with tensor parallelism; with sequence parallelism
-#: besides; with this and attention scores recomputed; only its input.
+#: The values that a layer keeps for its backward pass: everything on one rank; with tensor parallelism; with sequence
+#: parallelism besides; with this and attention scores recomputed; only its input.
 ActivationMode = Literal["none", "tensor", "sequence", "selective", "full"]
 
 

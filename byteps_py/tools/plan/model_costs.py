@@ -51,7 +51,7 @@ class LayerCost:
     flops: int
     #: Of inputs and outputs of operators in the forward pass.
     moved_bytes: int
-    #: What autograd keeps for the backward pass, without parameters, buffers and the model's inputs.
+    #: The bytes that autograd keeps for the backward pass, without parameters, buffers and the model's inputs.
     activation_bytes: int
     output_shape: tuple[int, ...]
     #: The shapes of its parameters with two dimensions.

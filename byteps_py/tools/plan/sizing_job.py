@@ -151,7 +151,7 @@ class MemoryNeed:
 
     #: Weights, gradients, optimizer states.
     states: float
-    #: What forward passes leave for backward passes, logits and layers under way included.
+    #: The bytes that forward passes leave for backward passes, logits and layers under way included.
     activations: float
 
     @property

@@ -23,7 +23,7 @@ from byteps_py.wording import shown
 
 Column = npt.NDArray[np.float64]
 
-#: What a backward pass computes again: nothing, the scores of attention, whole layers.
+#: The values that a backward pass computes again: nothing, the scores of attention, whole layers.
 Recomputed = Literal["none", "selective", "full"]
 RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
 

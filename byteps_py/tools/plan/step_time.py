@@ -56,7 +56,7 @@ class Constant:
     """A constant of the formulas, before anything is measured."""
 
     name: str
-    #: What to expect of it.
+    #: The value to expect.
     expected: float
     #: The standard deviation of its natural logarithm: how far measured steps may move it.
     spread: float

@@ -214,7 +214,7 @@ class Context:
         self.process_sets_added = 0
         self.belongings: dict[type, Closable] = {}  # by type: objects of modules that this one must not know
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
-        #: What keeps factors of low rank from step to step: see compression_state_dict.
+        #: The objects that keep factors of low rank from step to step: see compression_state_dict.
         self.keeping_factors: weakref.WeakSet[KeepsFactors] = weakref.WeakSet()
         #: Functions that ``join`` completes and ``close`` does not.
         self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()

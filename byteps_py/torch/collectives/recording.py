@@ -48,7 +48,7 @@ class OperationFacts(NamedTuple):
 
 # ---- the facts of each call --------------------------------------------------------------------------------------
 # Of the arguments of torch.distributed.ProcessGroup's methods, ``own`` is the position of this rank, ``count`` the
-# number of members. What is missing or of another type is for the method itself to refuse.
+# number of members. The method itself refuses an argument that is missing or of another type.
 
 _code = {name: at for at, name in enumerate(OPERATIONS)}
 Describe = Callable[[int, int, tuple[Any, ...], dict[str, Any]], OperationFacts]

@@ -119,7 +119,7 @@ class GradientPlace:
 
 
 class BucketState(enum.Enum):
-    """Where a bucket is in a round. ``reset`` makes it OPEN again."""
+    """The state of a bucket in a round. ``reset`` makes it OPEN again."""
 
     OPEN = "its gradients are computed, or none is yet"
     SENT = "its gradients were handed over, or need not travel"
@@ -140,7 +140,7 @@ _OPEN = BucketState.OPEN  # hooks read it
 
 
 class Delivery(abc.ABC):
-    """Where the sums of a GradientReducer go."""
+    """The destination of a GradientReducer's sums."""
 
     #: True if gradients travel even where no other rank combines them.
     always_travels = False

@@ -41,7 +41,7 @@ from byteps_py.torch.gradients.bucket import Bucket, Delivery, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 
 _Numbers = npt.NDArray[np.float64]
-#: What remains of a column, without its share in the others, is noise if it is so much shorter.
+#: The rest of a column, without its share in the others, is noise if it is so much shorter.
 _LEAST_SHARE = 1e-6
 #: Elements of a product that are computed at a time, so that they stay in the cache.
 _CHUNK = 1 << 17
@@ -58,8 +58,8 @@ class _FactorRound:
 
 
 class LowRankMatrix:
-    """What one matrix of ``shape`` needs from round to round. ``identity``: a number for its name, from which draws
-    follow. Its dtype is that in which ranks compute."""
+    """The factors and error of one matrix of ``shape`` from round to round. ``identity``: a number for its name, from
+    which draws follow. Its dtype is that in which ranks compute."""
 
     def __init__(
         self, low_rank: LowRank, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, identity: int
@@ -283,7 +283,7 @@ class FactorBucket(Bucket):
         return f"{self._requests[_PLAIN].spec.name}: {self.names[position]}"
 
     def factor_states(self) -> dict[str, Any]:
-        """What the next round goes on from, by name, for ``load_factor_states``."""
+        """The state from which the next round goes on, by name, for ``load_factor_states``."""
         return {self._key(position): matrix.state() for position, matrix in enumerate(self._matrices)}
 
     def load_factor_states(self, states: Mapping[str, Any]) -> set[str]:

@@ -99,7 +99,7 @@ class SparseBucket(Bucket):
         self._counts: list[int] = []  # of rows, of each rank
         self._machines: list[int] = []  # of each rank
         self._owned: _Owned | None = None
-        #: What sends the next messages, and what makes the result of the last ones.
+        #: The function that sends the next messages, and the one that makes the result of the last ones.
         self._next: Callable[[], None] | None = None
         self._result: Callable[[memoryview], torch.Tensor] | None = None
         self._blame = 0

@@ -169,7 +169,7 @@ class Averages:
 
 
 class Stepper(abc.ABC):
-    """Makes the steps of one optimizer. What its kind does not do, ``refusal`` says."""
+    """Makes the steps of one optimizer. ``refusal`` says what its kind does not do."""
 
     #: What synchronize() computes; None: gradients stay this rank's own.
     averages: Averages | None = None

@@ -93,7 +93,7 @@ class MachineMemory:
         self._group_context.check()
 
     def wait_for_others(self) -> None:
-        """Return when all members of this machine have called it. What they have written before is visible then. Raises
+        """Return when all members of this machine have called it. Their earlier writes are visible then. Raises
         StallError, JoinedError and the error that ends the group or the session."""
         self._group_context.check()
         peers, turns = self._peers, self._turns

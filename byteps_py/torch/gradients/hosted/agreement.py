@@ -117,7 +117,7 @@ def total_square_sums(name: str, square_sums: Sequence[float], group: tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedStep:
-    """What a rank is about to step with. ``others``: numbers that travel along."""
+    """The numbers with which a rank is about to step. ``others``: numbers that travel along."""
 
     groups: GroupNumbers
     factors: Factors

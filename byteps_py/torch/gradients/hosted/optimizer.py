@@ -95,8 +95,8 @@ def check_hosted_compression(
 def parameter_codec(
     choice: Any, hosted: object, others: Mapping[str, bool], params: Mapping[str, torch.nn.Parameter]
 ) -> Codec | None:
-    """What the argument ``parameter_compression`` means: the codec, or None. ``others``: what else is asked for, and
-    does not go together with it. ``params``: by name. Raises UsageError."""
+    """The meaning of the argument ``parameter_compression``: the codec, or None. ``others``: what else is asked for,
+    and does not go together with it. ``params``: by name. Raises UsageError."""
     chosen = compression_of(choice)
     if chosen is Compression.none:
         return None

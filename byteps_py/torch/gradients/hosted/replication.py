@@ -159,7 +159,7 @@ class ShadowedSteps:
 
     @property
     def attached_by(self) -> str:
-        """Who attaches, for errors."""
+        """The caller that attaches, for errors."""
         return "optimizer.shadow_extra" if self.loop is None else "what RunState attaches"
 
     def check_extra(self) -> bytes:
