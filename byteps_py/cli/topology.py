@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from byteps_py.topology.bandwidth_probe import ProbeRates
     from byteps_py.topology.choice import LocalChoice
     from byteps_py.topology.local_plan import LocalPlan
+    from byteps_py.topology.local_sums import LocalSumPlan
     from byteps_py.topology.machine_topology import MachineTopology, PciDevice
     from byteps_py.topology.numa_pinning import PinningPlan
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         help="show the inside of a machine, and how its GPUs sum best",
         description="Read which GPUs and network cards share a PCIe link, and which GPUs NVLink connects: of this "
         "machine, or of a topology file of NCCL. Then choose how the gradients of its GPUs are best summed before they "
-        "travel, with reasons and times. It is advice: byteps_py itself always sums as host-sum says.",
+        "travel, with reasons and times. BYTEPS_LOCAL_SUM says whether byteps_py does so, or as host-sum says.",
         example="bps topology --file p4d-24xl.xml",
     )
     parser.add_argument("--file", type=Path, metavar="XML", help="another machine: a topology file, as NCCL writes it")
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the machine and the choice. Raises TopologyError, or UsageError for a number of bytes that can't be."""
     from byteps_py.errors import UsageError
     from byteps_py.topology.choice import choose
+    from byteps_py.topology.local_sums import MODES, plan_local_sums
     from byteps_py.topology.machine_reader import read_machine
     from byteps_py.topology.nccl_xml import write
     from byteps_py.topology.numa_pinning import MOST_DEFAULT_THREADS, plan_pinning
@@ -73,11 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     chosen = choose(machine)
     cpus = [cpu for node in machine.nodes for cpu in node.cpus]
-    pinning = plan_pinning(machine, arguments.ranks or len(machine.gpus) or 1, MOST_DEFAULT_THREADS, cpus)
+    ranks = arguments.ranks or len(machine.gpus) or 1
+    pinning = plan_pinning(machine, ranks, MOST_DEFAULT_THREADS, cpus)
     if arguments.json:
-        print(json.dumps(_as_json(machine, chosen, pinning, arguments.bytes), indent=2))
+        sums = {mode: plan_local_sums(chosen, ranks, mode) for mode in MODES}
+        print(json.dumps(_as_json(machine, chosen, pinning, arguments.bytes, sums), indent=2))
     else:
-        lines = [*_machine_lines(machine), "", *_choice_lines(chosen, arguments.bytes), "", *_pinning_lines(pinning)]
+        choice_lines = _choice_lines(chosen, arguments.bytes, ranks)
+        lines = [*_machine_lines(machine), "", *choice_lines, "", *_pinning_lines(pinning)]
         print("\n".join(lines))
     return 0
 
@@ -108,7 +113,13 @@ def _rates(file: Path) -> ProbeRates:
         raise TopologyError(f"{shown(str(file))} is no list of rates like {form}") from None
 
 
-def _as_json(machine: MachineTopology, chosen: LocalChoice, pinning: PinningPlan, nbytes: float) -> dict[str, Any]:
+def _as_json(
+    machine: MachineTopology,
+    chosen: LocalChoice,
+    pinning: PinningPlan,
+    nbytes: float,
+    sums: Mapping[str, LocalSumPlan],
+) -> dict[str, Any]:
     return {
         "numa_nodes": [{"number": node.number, "cpus": list(node.cpus)} for node in machine.nodes],
         "groups": [
@@ -126,6 +137,16 @@ def _as_json(machine: MachineTopology, chosen: LocalChoice, pinning: PinningPlan
         "is_pcie_hidden": machine.is_pcie_hidden,
         "notes": list(machine.notes),
         "applied": "no-gpu" if not machine.gpus else "host-sum",
+        "local_sums": {
+            mode: {
+                "strategy": str(plan.strategy),
+                "groups": [list(group) for group in plan.groups],
+                "root": plan.root,
+                "keeps_order": plan.keeps_order,
+                "reason": plan.reason,
+            }
+            for mode, plan in sums.items()
+        },
         "choice": chosen.as_json(nbytes),
         "pinning": {
             "reason": pinning.reason,
@@ -171,8 +192,8 @@ def _device_lines(device: PciDevice, machine: MachineTopology, indent: int) -> I
         yield from _device_lines(each, machine, indent + 2)
 
 
-def _choice_lines(chosen: LocalChoice, nbytes: float) -> Iterator[str]:
-    from byteps_py.topology.local_plan import LocalStrategy
+def _choice_lines(chosen: LocalChoice, nbytes: float, ranks: int) -> Iterator[str]:
+    from byteps_py.topology.local_sums import lines_of
     from byteps_py.wording import bytes_text
 
     plan = chosen.plan
@@ -192,10 +213,8 @@ def _choice_lines(chosen: LocalChoice, nbytes: float) -> Iterator[str]:
         yield f"limit    {busiest.source} → {busiest.target}: {float(plan.loads[busiest]):g} × the gradients of a GPU"
     for number, other in enumerate(chosen.others):
         yield f"{'others' if not number else '':<9}{other.strategy}: {_time(other, nbytes)}"
-    if plan.strategy in (LocalStrategy.HOST_SUM, LocalStrategy.NO_GPU):
-        yield "applied  this one"
-    else:
-        yield "applied  host-sum: the choice is advice, and byteps_py sums all ranks' gradients by the processor"
+    for number, line in enumerate(lines_of(chosen, ranks)):
+        yield f"{'applied' if not number else '':<9}{line}"
     if chosen.probes is not None:
         for number, line in enumerate(chosen.probes.lines()):
             yield f"{'measure' if not number else '':<9}{line}"

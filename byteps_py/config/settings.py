@@ -83,6 +83,7 @@ class Settings:
     server_threads: int = 0
     worker_threads: int = 0
     numa_on: bool = False
+    local_sum: str = "host"
     force_distributed: bool = False
     start_timeout_s: float = 60.0
     stall_warn_s: float = _STALL_WARN_S
@@ -138,6 +139,11 @@ class Settings:
         if self.max_restarts and (self.min_ranks > 1 or self.max_ranks):
             raise ConfigurationError(
                 "with BYTEPS_MAX_RESTARTS a job keeps its number of ranks: unset BYTEPS_MIN_NP and BYTEPS_MAX_NP"
+            )
+        if self.local_sum != "host" and self.elastic:
+            raise ConfigurationError(
+                f"BYTEPS_LOCAL_SUM={self.local_sum} is not for --elastic and --max-restarts: process groups of NCCL "
+                "end with one of their ranks. Set BYTEPS_LOCAL_SUM=host"
             )
         if bool(self.scheduler_host) != bool(self.scheduler_port):
             given, missing = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")

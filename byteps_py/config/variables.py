@@ -270,6 +270,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
     Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),
     Variable("numa_on", ("BYTEPS_NUMA_ON",), bool, "where a machine has several NUMA nodes, keep each rank on the CPUs of its GPU's node, and the services on those of the network card's", detail="`bps topology` shows who gets which. See [NUMA nodes](../howto/topology.md#numa-nodes)."),
+    Variable("local_sum", ("BYTEPS_LOCAL_SUM",), str, "whether GPUs of a machine sum among themselves before the services do, as `bps topology` says: not at all, only where sums keep their bits, or always", choices=("host", "exact", "auto"), detail="For sums of torch.distributed of 256 KB and more, on CUDA. Set it on all ranks. See [sums between GPUs](../howto/topology.md#sums-between-gpus)."),
     Variable("force_distributed", ("BYTEPS_FORCE_DISTRIBUTED",), bool, "use the services even for a single rank"),
     Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the other processes of the cluster at the start", low=0.1, high=_FAR),
     Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "log a warning about ranks for which others have waited this long; half of a shorter BYTEPS_STALL_LIMIT_S", low=0.1, high=_FAR),

@@ -29,6 +29,7 @@ from byteps_py.launch.installation import visible_gpus
 from byteps_py.system.machine import offered_host, rails
 from byteps_py.system.network_interfaces import network_of
 from byteps_py.topology.choice import choose
+from byteps_py.topology.local_sums import plan_local_sums
 from byteps_py.topology.machine_reader import read_used
 from byteps_py.topology.machine_topology import MachineTopology
 from byteps_py.wording import count_text
@@ -60,7 +61,7 @@ def check_machine(environ: Mapping[str, str]) -> list[Finding]:
         lambda: check_shared_memory(_folder_bytes(Path("/dev/shm"))),
         check_clock,
         lambda: check_gpus(environ),
-        lambda: check_topology(lambda: read_used(environ)),
+        lambda: check_topology(lambda: read_used(environ), *_local_sums(environ)),
         lambda: check_ports(environ),
         lambda: check_links(environ),
     )
@@ -303,14 +304,28 @@ def _first_gpu() -> Figures:
         return {}
 
 
-def check_topology(read: Callable[[], MachineTopology]) -> Iterator[Finding]:
-    """How GPUs, PCIe switches and network cards are connected, and how gradients would best be summed."""
+def _local_sums(environ: Mapping[str, str]) -> tuple[str, int]:
+    """(BYTEPS_LOCAL_SUM, ranks of this machine, or 0)."""
     try:
-        chosen = choose(read())
+        settings = Settings.from_env(environ)
+    except ConfigurationError:
+        return "host", 0  # check_settings has said so
+    return settings.local_sum, settings.local_size if settings.local_size > 1 else 0
+
+
+def check_topology(read: Callable[[], MachineTopology], mode: str = "host", ranks: int = 0) -> Iterator[Finding]:
+    """How GPUs, PCIe switches and network cards are connected, how gradients would best be summed, and how they are.
+    ``mode``: BYTEPS_LOCAL_SUM. ``ranks``: of this machine; 0: one for each GPU."""
+    try:
+        machine = read()
+        chosen = choose(machine)
     except TopologyError as error:
         yield ok("topology", f"it can't be read: {error}")
         return
     yield ok("topology", f"{chosen.plan.strategy} is best: {chosen.reasons[0]}; bps topology says more")
+    if mode != "host":
+        plan = plan_local_sums(chosen, ranks or len(machine.gpus), mode)
+        yield ok("local sums", f"{plan.strategy}, with BYTEPS_LOCAL_SUM={mode}: {plan.reason}")
 
 
 def check_ports(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ def test_a_machine_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "limit    0000:01:00.0 → 0000:00:00.0: 1.75 × the gradients of a GPU" in lines
     assert "others   host-sum: 304.8 ms" in lines
     [applied] = [line for line in lines if line.startswith("applied")]
-    assert "the choice is advice" in applied
+    assert "as BYTEPS_LOCAL_SUM=host" in applied
     assert "         local ranks 4-7: CPUs 16-31, 48-63" in lines
     assert "         services: CPUs 0-15, 32-47" in lines
     [why] = [line for line in lines if "1/5" in line]
@@ -121,6 +121,10 @@ def test_what_doctor_says(tmp_path: Path) -> None:
     [found] = check_topology(lambda: from_xml("paper-nvlink"))
     assert (found.level, found.subject) == ("ok", "topology")
     assert found.text.startswith("reduce-broadcast is best: Sn = 1 and Sg = 3")
+    [_, found] = check_topology(lambda: from_xml("paper-nvlink"), "exact")
+    assert found.text.startswith("reduce-broadcast, with BYTEPS_LOCAL_SUM=exact: Sn = 1 and Sg = 3")
+    [_, found] = check_topology(lambda: from_xml("paper-pcie"), "exact", 8)
+    assert found.text.startswith("host-sum, with BYTEPS_LOCAL_SUM=exact: cpu-assisted adds in 2 groups of GPUs")
     [found] = check_topology(lambda: from_sysfs("no-gpu", tmp_path))
     assert "the machine has no GPU" in found.text
     [found] = check_topology(lambda: sysfs.read(tmp_path / "nothing"))

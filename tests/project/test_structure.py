@@ -44,7 +44,7 @@ ALLOWED = {
     "server": {"codecs", "dataplane", "kernels", "runtime", "topology", "scheduler.client"},
     "worker": {"codecs", "dataplane", "kernels", "placement", "runtime", "topology", "scheduler.client"},
     "shadow": {"dataplane", "kernels", "scheduler"},
-    "torch": {"kernels", "session", "shadow"},
+    "torch": {"kernels", "session", "shadow", "topology"},
     "parallel": {"torch"},
     "tools": {"parallel", "placement.hosted_shares"},
     "checkpoint": {"kernels", "shadow", "torch"},

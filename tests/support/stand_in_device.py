@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,19 @@ class StandInEvent:
         self.device.order(HOST, self.clock, "synchronize of an event")
 
 
+class Using:
+    """See DeviceStreams.using. As torch's, it can be entered again."""
+
+    def __init__(self, device: StandInDevice, stream: StandInStream) -> None:
+        self._device, self._stream = device, stream
+
+    def __enter__(self) -> None:
+        self._device.enter(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        self._device.leave()
+
+
 class DeviceMemory:
     """The memory of a tensor and of all its views. Once nothing holds it, the device may give it to others."""
 
@@ -128,13 +142,16 @@ class StandInDevice:
         stack: list[StandInStream] = getattr(self._thread, "stack", [])
         return stack[-1] if stack else self._default
 
-    @contextlib.contextmanager
-    def using(self, stream: StandInStream) -> Iterator[None]:
+    def using(self, stream: StandInStream) -> Using:
+        return Using(self, stream)
+
+    def enter(self, stream: StandInStream) -> None:
+        """Queue the calling thread's operations on ``stream``, until ``leave``."""
         self._thread.stack = [*getattr(self._thread, "stack", []), stream]
-        try:
-            yield
-        finally:
-            self._thread.stack = self._thread.stack[:-1]
+
+    def leave(self) -> None:
+        """Go back to the stream before."""
+        self._thread.stack = self._thread.stack[:-1]
 
     def new_event(self) -> StandInEvent:
         return StandInEvent(self)
@@ -173,11 +190,13 @@ class StandInDevice:
 
     def is_dropped(self, call: str) -> bool:
         """Note the place in the product that makes this call. True if it is the one to drop."""
-        frame = sys._getframe(2)
-        while frame is not None and not frame.f_code.co_filename.startswith(PRODUCT):
-            frame = frame.f_back  # type: ignore[assignment]
+        frame = product_frame(sys._getframe(2))
         if frame is None:
             return False
+        if frame.f_code.co_qualname.startswith("_QueuedOnCuda."):  # it only says what its caller wants
+            frame = product_frame(frame.f_back) or frame
+        if frame.f_code.co_qualname.startswith("CudaCopier.queued"):
+            frame = product_frame(frame.f_back) or frame
         code = frame.f_code
         site = Site(Path(code.co_filename).name, code.co_qualname, frame.f_lineno, call)
         with self._lock:
@@ -291,6 +310,15 @@ class StandInDevice:
                 return StandInTensor(result, each.memory)
         return self.own(result)
 
+    def together(self, function: Any, given: Any) -> None:
+        """``function`` on tensors of the device, as one operation of the current stream that reads and writes them."""
+        actor = self.current(self.device).actor
+        for each in tree_flatten(given)[0]:
+            if isinstance(each, StandInTensor):
+                start = each.values.data_ptr()
+                self.access(actor, start, start + each.values.nbytes, True, "a collective")
+        function(*tree_map_only(StandInTensor, lambda tensor: tensor.values, given))
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """See torch.Tensor.copy_."""
         stream = self.current(self.device)
@@ -314,6 +342,10 @@ class StandInDevice:
             assert not self.races, "\n".join(dict.fromkeys(self.races))
 
 
+#: What takes a tensor for its size only.
+_MAKES = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like")
+
+
 class Recorder(TorchDispatchMode):
     """Notes what each operation reads and writes."""
 
@@ -327,7 +359,7 @@ class Recorder(TorchDispatchMode):
         is_view = schema.returns and all(
             each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
         )
-        if not is_view:
+        if not is_view and not func._schema.name.startswith(_MAKES):
             named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
             for each in schema.arguments:
                 is_write = each.alias_info is not None and each.alias_info.is_write
@@ -405,6 +437,13 @@ class MakesTensors(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         return self._device.tensor(func(*args, **kwargs))
+
+
+def product_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the product, from ``frame`` outwards."""
+    while frame is not None and not frame.f_code.co_filename.startswith(PRODUCT):
+        frame = frame.f_back
+    return frame
 
 
 def span_of(memory: memoryview) -> tuple[int, int]:

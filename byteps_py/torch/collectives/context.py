@@ -429,7 +429,12 @@ class Context:
 
     def join(self) -> int:
         """See Session.join. All operations under way are completed first. Later operations declare their tensors
-        again."""
+        again. Raises UsageError with BYTEPS_LOCAL_SUM other than host."""
+        if self.settings.local_sum != "host":
+            raise UsageError(
+                f"join() does not go together with BYTEPS_LOCAL_SUM={self.settings.local_sum}: GPUs of a machine sum "
+                "only if all their ranks take part. Set BYTEPS_LOCAL_SUM=host on all ranks"
+            )
         for work in [*self.unfinished, *self.until_join]:
             work.finish()
         self.handles.complete_all()

@@ -13,10 +13,11 @@ import this module.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
@@ -261,6 +262,9 @@ class CudaCopier:
 
     def here(self) -> AbstractContextManager[object]:
         return self._streams.using(self._streams.current(self._device))
+
+    def aside(self) -> Callable[[], AbstractContextManager[object]]:
+        return functools.partial(self._streams.using, self._streams.new_stream(self._device))
 
     def close(self) -> None:
         """End the thread. Outgoing copies that are not handed over yet fail with NotInitializedError."""

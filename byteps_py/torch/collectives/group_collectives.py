@@ -129,7 +129,7 @@ class GroupTransfer:
 
 class GroupCollectives:
     """The operations of one group. ``streams``: to the other members, if they reach each other directly, and
-    ``large_sums`` among them; otherwise None.
+    ``large_sums`` among them; otherwise None. ``local_groups``: the sums of GPUs, if they sum among themselves.
 
     Every method returns a Work at once; errors of the operation are raised where it is waited for. UsageError for wrong
     arguments, and the error that has ended the group, are raised by the call.
@@ -142,6 +142,7 @@ class GroupCollectives:
         completer: Completer,
         streams: PeerStreams | None = None,
         large_sums: LargeSumQueue | None = None,
+        local_groups: AllReduce | None = None,
     ) -> None:
         self._members = members
         reach, most_on_machine, machines = Reach.SERVICE, 1, None
@@ -149,7 +150,8 @@ class GroupCollectives:
             reach, most_on_machine, machines = streams.reach, streams.most_on_machine, streams.machines
         message_bytes = GROUP_MESSAGE_BYTES if machines is None else MOST_CONNECTION_BYTES
         can_share = shared_memory.is_able if machines is None else lambda: machines.can_share
-        self.router = Router(members.count, reach, members.count, message_bytes, can_share, most_on_machine)
+        has_groups = local_groups is not None
+        self.router = Router(members.count, reach, members.count, message_bytes, can_share, most_on_machine, has_groups)
         self._service = ServiceAllReduce(members, group_context, completer)
         self._gathers = ServiceGathers(members, group_context, completer)
         self.point_to_point = PointToPoint(members, group_context, self.router, streams)
@@ -160,6 +162,8 @@ class GroupCollectives:
             self._all_reduces[Route.ONE_SHOT] = OneShotAllReduce(members, streams)
         if large_sums is not None and (all_reduce := large_sums.sums.all_reduce) is not None:
             self._all_reduces[all_reduce.route] = QueuedAllReduce(members, large_sums, all_reduce)
+        if local_groups is not None:
+            self._all_reduces[Route.LOCAL_GROUPS] = local_groups
         self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
         self._is_barrier_agreed = False
 
@@ -224,7 +228,7 @@ class GroupCollectives:
             nbytes = count * first.itemsize
             from_others = nbytes * (members - 1) // (members if scatters else 1)
             is_exact = first.is_floating_point() or not how.average
-            facts = SumFacts(how.op, nbytes, from_others, is_exact, is_on_host)
+            facts = SumFacts(how.op, nbytes, from_others, is_exact, is_on_host, scatters)
             choice = self.router.sum(facts) if how.codec is None else CODED
             logger.debug("%s: %s goes by %s", self._members.prefix, kind, choice)
             if len(self._kinds) >= _MOST_KINDS:

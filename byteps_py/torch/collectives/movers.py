@@ -58,6 +58,10 @@ class Mover(Protocol):
     def here(self) -> AbstractContextManager[object]:
         """A context in which any thread queues its work where the calling thread does now."""
 
+    def aside(self) -> Callable[[], AbstractContextManager[object]]:
+        """Makes contexts in which a thread queues its work apart from all other work, in order. One thread at a
+        time."""
+
     def close(self) -> None:
         """Release the memory that ``adopt`` has acquired. No call follows."""
 
@@ -101,6 +105,9 @@ class HostMover:
 
     def here(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def aside(self) -> Callable[[], AbstractContextManager[object]]:
+        return contextlib.nullcontext
 
     def close(self) -> None:
         pass

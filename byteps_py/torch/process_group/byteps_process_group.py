@@ -181,6 +181,8 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
             if self._large_sums is not None:
                 with contextlib.suppress(BytePSError):  # the session may have ended
                     self._large_sums.close()
+            if self._local_groups is not None:
+                self._local_groups.close()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()

@@ -40,6 +40,8 @@ from byteps_py.torch.collectives.work import Call, Work
 from byteps_py.torch.process_group.options import NAME
 
 if TYPE_CHECKING:
+    from byteps_py.torch.collectives.all_reduce.local_groups import LocalGroupAllReduce
+
     # torch's own annotations differ from what torch calls, and between its versions.
     class _Group:
         def __init__(self, rank: int, size: int) -> None: ...
@@ -275,6 +277,8 @@ class GroupBase(GroupMetadata):
             self._streams = PeerStreams(members, peers, self._group_context, self._completer, machines)
             self._large_sums = LargeSumQueue(members, self._streams)
             members.context.until_join.update((self._streams, self._large_sums))
+        self._new_local_groups = _local_groups(members, self._group_context, store)
+        self._local_groups: LocalGroupAllReduce | None = None
         flight = members.session.flight if members.count > 1 else None
         self.group_recorder = GroupRecorder(flight, members) if flight is not None else None
         self._coalesced: list[Work] | None = None
@@ -300,9 +304,11 @@ class GroupBase(GroupMetadata):
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
                     self._group_context.journal = CallLog(members, self._store)
+                    self._local_groups = self._new_local_groups()
                     collectives = GroupCollectives(
-                        members, self._group_context, self._completer, self._streams, self._large_sums
-                    )
+                        members, self._group_context, self._completer, self._streams, self._large_sums,
+                        self._local_groups,
+                    )  # fmt: skip
                     members.context.until_join.add(collectives)
                     self._latest_collectives, self._joins = collectives, joins
         return collectives
@@ -332,6 +338,20 @@ class GroupBase(GroupMetadata):
     def _check_count(self, what: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self.size():
             raise UsageError(f"{what}: expected a tensor for each of {self.size()} ranks, got {len(tensors)}")
+
+
+def _local_groups(
+    members: Members, group_context: GroupContext, store: Store
+) -> Callable[[], LocalGroupAllReduce | None]:
+    """Makes the sums between GPUs of this group, if there are to be any: see all_reduce/local_groups.py."""
+    if members.context.settings.local_sum == "host":
+        return lambda: None
+    from byteps_py.torch.collectives.all_reduce import local_groups  # what reads machines takes a while to import
+
+    plan = local_groups.agreed_plan(members, store, group_context.timeout_s)
+    if not plan.groups:
+        return lambda: None
+    return lambda: local_groups.LocalGroupAllReduce(members, group_context, store, plan)
 
 
 def assign(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from byteps_py.torch.collectives import router as routes
 from byteps_py.torch.collectives.router import (
     CONNECTION_BYTES,
     GROUP_MESSAGE_BYTES,
+    LEAST_LOCAL_BYTES,
     MOST_CONNECTION_BYTES,
     NAMED_MESSAGE_BYTES,
     Reach,
@@ -82,6 +83,25 @@ def test_shared_memory_is_asked_for_only_where_it_would_be_used() -> None:
     asked = Router(2, Reach.MEMORY, 1, GROUP_MESSAGE_BYTES, fails)
     asked.sum(facts(4))
     asked.sum(facts(MB, is_on_host=False))
+
+
+@pytest.mark.parametrize("reach", list(Reach))
+@pytest.mark.parametrize(
+    ("nbytes", "changes", "route"),
+    [
+        (MB, {}, Route.LOCAL_GROUPS),
+        (LEAST_LOCAL_BYTES - 4, {}, Route.SERVICE),
+        (MB, {"scatters": True}, Route.SERVICE),
+        (MB, {"op": Op.MAX}, Route.SERVICE),
+        (MB, {"is_exact": False}, Route.SERVICE),
+    ],
+)
+def test_gpus_sum_large_tensors_among_themselves(
+    nbytes: int, changes: dict[str, Any], route: Route, reach: Reach
+) -> None:
+    grouped = Router(4, reach, 4, GROUP_MESSAGE_BYTES, lambda: True, has_local_groups=True)
+    assert grouped.sum(facts(nbytes, 4, is_on_host=False, **changes)).route is route
+    assert grouped.sum(facts(nbytes, 4, **changes)).route is not Route.LOCAL_GROUPS
 
 
 def test_members_on_several_machines_use_the_service() -> None:

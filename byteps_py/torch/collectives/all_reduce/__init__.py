@@ -2,13 +2,15 @@
 
     AllReduce ┬ ServiceAllReduce    the communication service, and the summation servers behind it (service.py)
               ├ OneShotAllReduce    small: each member sends its tensor to all others (one_shot.py)
+              ├ LocalGroupAllReduce large, on GPUs: groups of them add slices, the services their sums (local_groups.py)
               └ QueuedAllReduce     large: each member adds a share of the tensor (large.py), with one of
                                     ├ SharedMemoryAllReduce   on one machine (shared_memory.py)
                                     ├ DirectAllReduce         over connections (direct.py)
                                     └ HierarchicalAllReduce   on each machine, then over connections (hierarchical.py)
 
-The result has the same bits on every way. NegotiatedAllReduce (negotiated.py) is for sums by name, for which any rank
-may be late: ranks vote whether they add a round themselves.
+The result has the same bits on every way, except with several groups of GPUs on a machine.
+NegotiatedAllReduce (negotiated.py) is for sums by name, for which any rank may be late: ranks vote
+whether they add a round themselves.
 """
 
 from __future__ import annotations
