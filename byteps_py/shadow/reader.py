@@ -57,7 +57,6 @@ class StatesAsked:
     kind: Kind
     wanted: PayloadRecord
     data: bytearray = field(default_factory=bytearray)
-    is_answered: bool = False
     error: BytePSError | None = None
 
 
@@ -148,7 +147,6 @@ class ServerConnection(Owner):
             request.data += payload.buffer
             if len(request.data) < header.segment_offset:
                 return  # more comes
-            request.is_answered = True
         del self._asked[header.round]
 
     def on_damaged(self, number: int | None) -> None:

@@ -7,7 +7,7 @@ taken from any server that can deliver it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,14 +146,9 @@ class _MergedRun:
         return max([*held, *self.records], default=0) > 1
 
 
-def latest_step(
-    descriptions: Sequence[ServerDescription], tensors: Collection[str] | None = None
-) -> Restorable | NotRestorable | None:
+def latest_step(descriptions: Sequence[ServerDescription]) -> Restorable | NotRestorable | None:
     """The newest step that can be restored, of the run with the latest message. None if no server holds anything, or
     only parts of a run's first step: nothing is lost if it begins again.
-
-    tensors: the names of an optimizer's tensors of gradients; runs with others are left out, where a job has several
-    optimizers.
 
     If nothing of the newest run can be restored, an older run counts: the newest one may have ended before all its
     states had arrived.
@@ -166,8 +161,6 @@ def latest_step(
     newest_first = sorted(runs.values(), key=lambda run: run.age_s)
     reasons = []
     for merged in newest_first:
-        if tensors is not None and not _is_about(merged, set(tensors)):
-            continue
         found = _restorable(merged)
         if isinstance(found, Restorable):
             return found
@@ -176,14 +169,6 @@ def latest_step(
     if not reasons:
         return NotRestorable("; ".join(silent)) if silent else None
     return NotRestorable("; ".join([reasons[0], *silent]))
-
-
-def _is_about(run: _MergedRun, names: set[str]) -> bool:
-    """True if the run may be one of an optimizer with these tensors."""
-    for records in run.records.values():
-        if isinstance(commons := _commons(records, 1), dict):
-            return {name for common in commons.values() for name, _, _ in common["parts"]} == names
-    return bool(run.held) and run.held.keys() <= names
 
 
 def _restorable(run: _MergedRun) -> Restorable | str:

@@ -92,8 +92,6 @@ def test_all_parts_of_a_model_are_needed() -> None:
     assert found.of_ranks(()) is None
     assert "'v' are missing as of step 8" in reason(of_two_parts(both[0], part("v", 0, 4, [9])))
     assert restored(of_two_parts(both[0], part("v", 0, 4, [3]), last=3))[0] == 8
-    assert isinstance(latest_step([of_two_parts(*both)], ["v", "w"]), Restorable)
-    assert latest_step([of_two_parts(*both)], ["w"]) is None
 
 
 def test_a_part_of_which_no_record_speaks() -> None:
@@ -209,15 +207,6 @@ def test_the_run_that_was_heard_of_last_counts_unless_nothing_of_it_can_be_resto
     begun = server("a", part("w", 0, 2, [8]), record(8, [["w", 4, 8]], run=6), run=6)
     assert restored(old, begun)[0] == 8
     assert reason(begun).startswith("step 8: elements 2 to 4 of 'w' are missing")
-
-
-def test_runs_of_another_optimizer_are_left_out() -> None:
-    mine = server("a", part("w", 0, 4, [8]), record(8, [["w", 4, 8]]), age_s=100.0)
-    other = server("a", part("v", 0, 4, [9]), record(9, [["v", 4, 9]], run=6), run=6)
-    found = latest_step([mine, other], ["w"])
-    assert isinstance(found, Restorable)
-    assert (found.run, found.step, list(found.tensors)) == (RUN, 8, ["w"])
-    assert latest_step([mine, other], ["x"]) is None
 
 
 def test_an_empty_tensor_needs_nobody() -> None:

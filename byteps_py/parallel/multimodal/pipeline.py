@@ -68,7 +68,7 @@ class PlacedEncoder:
         images: EncodedImages,
         buffers: PipelineBuffers,
     ) -> None:
-        self._placement, self._layout = placement, layout
+        self._layout = layout
         self._workers, self._everyone, self._images = workers, everyone, images
         self._is_replicated = placement is EncoderPlacement.REPLICATED
         encodes = self._is_replicated or layout.worker == 0
