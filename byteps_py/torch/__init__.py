@@ -49,7 +49,7 @@ from byteps_py.torch.operations.handles import *
 from byteps_py.torch.operations.process_sets import *
 from byteps_py.torch.operations.reductions import *
 from byteps_py.torch.operations.state_broadcast import *
-from byteps_py.torch.process_group.options import ProcessGroupOptions
+from byteps_py.torch.process_group import ProcessGroupOptions
 from byteps_py.torch.run import compression_state as _compression_state
 from byteps_py.torch.run.compression_state import *
 from byteps_py.torch.run.run_state import RunState

@@ -8,7 +8,7 @@ import pytest
 
 from byteps_py.errors import UsageError
 from byteps_py.session import CodedState, Slot
-from byteps_py.session.coded_states import CodedStates
+from byteps_py.session.service.remote_states import CodedStates
 from byteps_py.tensor_codec import Codec, CodecKind
 from byteps_py.tensors import DType, TensorSpec
 

@@ -13,6 +13,7 @@ from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec, key_of
 from byteps_py.wire.chunks import CHUNK_BYTES
+from byteps_py.worker.core import IllegalTransitionError
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
     Answered,
@@ -45,7 +46,6 @@ from byteps_py.worker.core.placement_view import PlacementView, replicated_gain
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.core.transitions import IllegalTransitionError
 
 GRADIENTS = TensorSpec("g", DType.FLOAT32, (8,), average=True, ownership="g")
 PARAMETERS = TensorSpec("g.parameters", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g")

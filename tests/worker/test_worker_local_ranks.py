@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from byteps_py.worker.core import IllegalTransitionError
 from byteps_py.worker.core.local_ranks import (
     TRANSITIONS,
     LocalRank,
@@ -11,7 +12,6 @@ from byteps_py.worker.core.local_ranks import (
     RankEvent,
     RankState,
 )
-from byteps_py.worker.core.transitions import IllegalTransitionError
 
 A, L, W, P, D, R, T, G = (
     RankState.ABSENT, RankState.LATE, RankState.WAITING, RankState.PRESENT, RankState.DRAINING, RankState.RETURNING,

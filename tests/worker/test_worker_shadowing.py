@@ -8,6 +8,7 @@ from support.worker_core import slot, tensor
 from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.worker.core import IllegalTransitionError
 from byteps_py.worker.core.hosted_steps import OwnedPart, SumForOwner
 from byteps_py.worker.core.shadow_copies import (
     CatchUp,
@@ -36,7 +37,6 @@ from byteps_py.worker.core.shadow_copies import (
 from byteps_py.worker.core.shadowing import CopyServers, Shadowing
 from byteps_py.worker.core.tensor import Tensor
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.core.transitions import IllegalTransitionError
 from byteps_py.worker.io.executor import Executor
 
 RUN = 5

@@ -9,6 +9,7 @@ import pytest
 from support.worker_core import slot, tensor
 
 from byteps_py.errors import MismatchError
+from byteps_py.worker.core import IllegalTransitionError
 from byteps_py.worker.core.tensor import (
     SLOT_STATES,
     STAGES,
@@ -18,7 +19,6 @@ from byteps_py.worker.core.tensor import (
     Stage,
     TensorState,
 )
-from byteps_py.worker.core.transitions import IllegalTransitionError
 
 #: What may follow, as one reads it in the module's picture.
 STAGES_AFTER = {

@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from byteps_py.errors import ProtocolError
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
+from byteps_py.worker.core import IllegalTransitionError
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.tensor import IN_FLIGHT, QUEUED, REDUCING, WAITING, Part, RankSlot, Tensor
-from byteps_py.worker.core.transitions import IllegalTransitionError
 
 
 class StepState(enum.Enum):

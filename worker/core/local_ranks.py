@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from byteps_py.errors import ProtocolError
-from byteps_py.worker.core.transitions import IllegalTransitionError
+from byteps_py.worker.core import IllegalTransitionError
 
 
 class RankState(enum.Enum):

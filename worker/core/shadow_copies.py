@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from byteps_py.kernels.optimizer_steps import StepSegment
+from byteps_py.worker.core import IllegalTransitionError
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.core.transitions import IllegalTransitionError
 
 #: Memory of the shell: of copied states, or of a sum.
 M = TypeVar("M")

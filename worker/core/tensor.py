@@ -29,7 +29,7 @@ from byteps_py.system.shm import Block
 from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import PRIORITY_READY_ORDER, Op, TensorSpec, key_of
 from byteps_py.wire.chunks import Arriving
-from byteps_py.worker.core.transitions import IllegalTransitionError
+from byteps_py.worker.core import IllegalTransitionError
 
 if TYPE_CHECKING:
     from byteps_py.kernels.reduction import Report

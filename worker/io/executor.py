@@ -77,7 +77,7 @@ from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.io.slot_memory import SlotMemory
 
 _ENDING = TensorState.ENDING
-#: What a summation service sends. Globals: see transitions.py.
+#: What a summation service sends. Globals: see __init__.py.
 _ANSWER, _REFUSED, _WANT, _AWAITED, _CLOCK = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED, Kind.CLOCK
 _FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED, _CLOCK)
 _OF_SHADOWS = (Kind.SHADOW_HELD, Kind.SHADOW_LACKS)

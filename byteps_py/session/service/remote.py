@@ -20,10 +20,9 @@ from byteps_py.errors import (
 )
 from byteps_py.session import failure_reports
 from byteps_py.session.base import CodedState, MachineFacts, Observer, Slot
-from byteps_py.session.coded_states import CodedStates
 from byteps_py.session.round_recorder import RoundRecorder
 from byteps_py.session.service.channel_session import PATIENCE_S, ChannelSession
-from byteps_py.session.service.remote_state_host import MessageHandler, RemoteStateHost
+from byteps_py.session.service.remote_states import CodedStates, MessageHandler, RemoteStateHost
 from byteps_py.system.channel import Channel
 from byteps_py.system.shm import Segment
 from byteps_py.system.stack_dump import StackDump, open_stack_dump

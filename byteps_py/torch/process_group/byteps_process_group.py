@@ -45,7 +45,7 @@ from byteps_py.torch.collectives.members import Members, prefix_of
 from byteps_py.torch.collectives.recording import recorded
 from byteps_py.torch.collectives.torch_rendezvous import HOLDER
 from byteps_py.torch.collectives.work import not_traced, timeout_s_of
-from byteps_py.torch.process_group.options import ProcessGroupOptions
+from byteps_py.torch.process_group import ProcessGroupOptions
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives
 from byteps_py.torch.process_group.transfer_collectives import TransferCollectives
 

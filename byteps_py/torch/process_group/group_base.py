@@ -37,7 +37,7 @@ from byteps_py.torch.collectives.recording import GroupRecorder
 from byteps_py.torch.collectives.router import ConnectedMachines
 from byteps_py.torch.collectives.service_gathers import ServiceGathers
 from byteps_py.torch.collectives.work import Call, Work
-from byteps_py.torch.process_group.options import NAME
+from byteps_py.torch.process_group import NAME
 
 if TYPE_CHECKING:
     from byteps_py.torch.collectives.all_reduce.local_groups import LocalGroupAllReduce

@@ -28,7 +28,7 @@ from byteps_py.torch.collectives.group_work import ServiceWork
 from byteps_py.torch.collectives.message_channels import OwnChannel
 from byteps_py.torch.collectives.slot_view import CPU, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Call
-from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
+from byteps_py.torch.gradients.distributed_data_parallel import CommHookOptions, ddp_comm_hook
 
 MACHINES = (2, 1)
 SIZE = sum(MACHINES)

@@ -16,7 +16,7 @@ from support.clusters import ROOT
 
 import byteps_py.torch as bps
 from byteps_py import torch_backend
-from byteps_py.torch.process_group.options import ProcessGroupOptions
+from byteps_py.torch.process_group import ProcessGroupOptions
 
 PROGRAMS = ROOT / "tests" / "programs"
 ENTRY_POINTS = """\
