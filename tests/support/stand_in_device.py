@@ -110,6 +110,7 @@ class DeviceMemory:
         self.start = self.storage.data_ptr()
         self.stop = self.start + self.storage.nbytes()
         self.used_by: set[int] = set()
+        device.count(self.storage.nbytes())
 
     def __del__(self) -> None:
         self.device.freed(self)
@@ -122,6 +123,8 @@ class StandInDevice:
         self.device = torch.device("cuda", index)
         self.races: list[str] = []
         self.sites: set[Site] = set()
+        #: By tensors now, and at most so far.
+        self.used_bytes = self.most_bytes = 0
         self._drop = drop
         self._lock = threading.RLock()
         self._clocks: list[Clock] = [{}]
@@ -264,9 +267,16 @@ class StandInDevice:
         if not self.is_dropped("record_stream"):
             tensor.memory.used_by.add(stream.actor)
 
+    def count(self, nbytes: int) -> None:
+        """So many bytes more are in use; less than 0: fewer."""
+        with self._lock:
+            self.used_bytes += nbytes
+            self.most_bytes = max(self.most_bytes, self.used_bytes)
+
     def freed(self, memory: DeviceMemory) -> None:
         """The next tensor there is written on the stream on which this one was allocated. Other streams must have been
         recorded, or their accesses be over for that stream."""
+        self.count(memory.start - memory.stop)
         with self._lock:
             inside = {e for e in self._log if e.start < memory.stop and memory.start < e.stop}
             if inside:

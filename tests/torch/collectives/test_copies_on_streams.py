@@ -16,7 +16,7 @@ import torch
 import torch_values
 from support.stand_in_device import Site, StandInDevice
 from support.stand_in_ranks import DeviceCluster
-from support.threaded import contract
+from support.threaded import ThreadedCluster, contract
 
 import byteps_py.torch as bps
 from byteps_py.errors import NotInitializedError
@@ -28,7 +28,7 @@ from byteps_py.torch.collectives.group_work import ServiceWork
 from byteps_py.torch.collectives.message_channels import OwnChannel
 from byteps_py.torch.collectives.slot_view import CPU, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Call
-from byteps_py.torch.gradients.distributed_data_parallel import CommHookOptions, ddp_comm_hook
+from byteps_py.wire.chunks import CHUNK_BYTES
 
 MACHINES = (2, 1)
 SIZE = sum(MACHINES)
@@ -187,7 +187,7 @@ def hooks(rank: int, device: StandInDevice) -> list[torch.Tensor]:
             buffer = device.tensor(values(rank, (3000,)))
             buffers.append(buffer)
             bucket: Any = SimpleNamespace(buffer=lambda buffer=buffer: buffer, parameters=lambda: [first])
-            future = ddp_comm_hook(CommHookOptions(), bucket)
+            future = bps.ddp_comm_hook(None, bucket)
             with device.using(device.new_stream(device.device)):
                 found.append((future.wait() * 2).cpu())
     return found
@@ -352,6 +352,58 @@ def test_sums_are_right_and_all_copies_are_ordered(program: Program, check: Any,
     results, cluster = run(program, shared_memory)
     assert not cluster.races, "\n".join(cluster.races)
     check(results)
+
+
+def every_call(rank: int, move: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """The operations of Horovod and BytePS, on a tensor that ``move`` brings to a device, or not."""
+    x = move(values(rank, (6, 7)))
+    whole = move(values(rank, (6, 7)).mul(1000).int())
+    ops = (bps.Sum, bps.Average, bps.Min, bps.Max, bps.Product, bps.Adasum)
+    found: list[torch.Tensor] = [bps.allreduce(x, op=op, name="x") for op in ops]
+    found += [bps.allreduce(whole, op=op, name="whole") for op in (bps.Sum, bps.Average, bps.Max)]
+    found.append(bps.allreduce(x, op=bps.Sum, name="scaled", prescale_factor=0.5, postscale_factor=3.0))
+    found.append(bps.allreduce(x > 0, op=bps.Max, name="bool"))
+    found += bps.grouped_allreduce([x, whole, x.half()], op=bps.Sum, name="group")
+    found += bps.grouped_allgather([x[: rank + 1], whole[:1]], name="group")
+    found += bps.grouped_reducescatter([x, x.double()], op=bps.Average, name="group")
+    found.append(bps.allgather(x[: rank + 1].long(), name="rows"))
+    found.append(bps.alltoall(x, [1, 2, 3], name="x")[0])
+    found.append(bps.broadcast(whole, 2, name="whole"))
+    found.append(bps.push_pull(x.t(), name="t"))
+    found.append(bps.push_pull(x[0, 0], name="scalar"))
+    y = x + 1
+    bps.allreduce_(y, op=bps.Sum, name="in place")
+    bps.broadcast_(y, 1, name="in place")
+    handles = [bps.push_pull_async_inplace(y, average=True, name="async", priority=3)]
+    handles.append(bps.allreduce_async(x * 2, op=bps.Sum, name="async"))
+    found += [bps.synchronize(handle) for handle in handles]
+    return [each.cpu() for each in found]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["one block", "separate"])
+def test_every_call_gives_what_host_tensors_give(shared_memory: bool) -> None:
+    host = ThreadedCluster(MACHINES, shared_memory).run(lambda rank: every_call(rank, torch.clone))
+    cluster = DeviceCluster(MACHINES, shared_memory)
+    found = cluster.on_devices(lambda rank, device: every_call(rank, device.tensor))
+    assert not cluster.races, "\n".join(cluster.races)
+    for want, got in zip(host, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize(("compression", "most"), [(bps.Compression.none, 0), (bps.Compression.fp16, CHUNK_BYTES)])
+def test_copies_take_little_memory_of_the_device(compression: Any, most: int) -> None:
+    """None, or that of the chunk that is converted. (torch converts a result in memory of its own, unseen here.)"""
+
+    def main(rank: int, device: StandInDevice) -> tuple[int, int]:
+        x = device.tensor(values(rank, (4 * (1 << 20),)))
+        bps.push_pull_inplace(x, average=False, name="x", compression=compression)
+        before = device.most_bytes = device.used_bytes
+        bps.push_pull_inplace(x, average=False, name="x", compression=compression)
+        x.cpu()
+        return before, device.most_bytes
+
+    for before, after in DeviceCluster(MACHINES).on_devices(main):
+        assert after - before <= most
 
 
 def test_each_call_that_orders_copies_is_needed() -> None:
