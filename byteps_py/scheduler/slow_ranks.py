@@ -285,14 +285,18 @@ class SlowRankWatch:
             total = totals[usage.source, usage.target]
             total[0] += usage.nbytes
             total[1] += max(usage.busy_s - usage.unread_s, 0.0)
+        least_busy_s = _LEAST_BUSY * elapsed_s
+        # While all wait for one link, the others carry what they have in no time: at least at this rate.
         known = {
-            way: total
-            for way, total in totals.items()
-            if total[1] >= _LEAST_BUSY * elapsed_s and total[0] >= _LEAST_BYTES
+            way: (nbytes, max(busy_s, least_busy_s))
+            for way, (nbytes, busy_s) in totals.items()
+            if nbytes >= _LEAST_BYTES
         }
         to, of = _rates(known, 1), _rates(known, 0)
         slower: dict[tuple[int, bool], list[tuple[float, float]]] = defaultdict(list)  # machine, sends: ratio, lost
         for (source, target), (nbytes, busy_s) in known.items():
+            if totals[source, target][1] < least_busy_s:
+                continue
             rate = nbytes / busy_s
             for machine, sends, rates in ((source, True, to[target]), (target, False, of[source])):
                 if len(rates) >= 3:

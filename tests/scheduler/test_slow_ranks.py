@@ -174,6 +174,22 @@ def test_late_acknowledgements_do_not_hide_the_direction(
     assert watch.suspected_links() == {2}
 
 
+@pytest.mark.parametrize(("reason", "out", "into"), [(LINK, 0.09, 0.09), (LINK_OUT, 0.09, 0.001), (LINK_IN, 0.001, 0.09)])
+def test_others_carry_theirs_in_no_time_while_they_wait_for_a_slow_link(reason: str, out: float, into: float) -> None:
+    watch, found = SlowRankWatch(), []
+    for turn in range(30):
+        now = turn * HEARTBEAT_S
+        usages = []
+        for machine in range(8):
+            for server in (8, 9):
+                usages.append(Usage(machine, machine, server, 100_000, out if machine == 2 else 0.001, 0.0))
+                usages.append(Usage(server, server, machine, 100_000, into if machine == 2 else 0.001, 0.0))
+        watch.report((), usages, now)
+        found += watch.new(now)
+    (straggler,) = found
+    assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
+
+
 def test_the_link_of_a_rank_that_comes_late_is_no_reason() -> None:
     watch, found = SlowRankWatch(), []
     for turn in range(30):
