@@ -54,6 +54,8 @@ _MOST_EPOCHS = 4
 #: So many changes that did not last, in so many seconds: the link changes all the time.
 RESTLESS = 8
 _RESTLESS_S = 60.0
+#: Links are not told apart from noise if all but one of so many have had as many such changes.
+_FEW_QUIET, _BRIEF_BY_CHANCE = 4, 2
 #: Less than this is no evidence: the part of the link's rate that was used, and the seconds in which it was.
 _LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
 #: A machine that waits for others, or computes most of the time, sends little at a time, and the receiver's kernel
@@ -381,6 +383,10 @@ class _Link:
         doublings = max(0, len(self.changes_s) - 1, epochs - _MOST_EPOCHS)
         return HOLD_S * float(2 ** min(_MOST_DOUBLINGS, doublings))
 
+    def brief_changes(self, now_s: float) -> int:
+        """How many changes of the last minute did not last."""
+        return sum(now_s - at_s < _RESTLESS_S for at_s in self.brief_s)
+
     def take_restless(self, now_s: float) -> bool:
         """True once, while it changes all the time."""
         is_restless = len(self.brief_s) == RESTLESS and now_s - self.brief_s[0] < _RESTLESS_S
@@ -511,7 +517,11 @@ class RateWatch:
         link.probed(mbit if 0 < mbit < math.inf else 0.0, now_s, link.hold_s(len(self._epochs_s)))
 
     def restless(self, now_s: float) -> list[int]:
-        """Machines whose links change all the time, so that no share follows; each is told once."""
+        """Machines whose links change all the time, so that no share follows; each is told once. None where nearly all
+        links look so: the machines are busy then, or what they send is too little to show rates."""
+        changes = sorted(link.brief_changes(now_s) for link in self._links.values())
+        if changes and changes[len(changes) // _FEW_QUIET] >= _BRIEF_BY_CHANCE:
+            return []
         return [machine for machine, link in self._links.items() if link.take_restless(now_s)]
 
     def is_everywhere(self, changes: Iterable[Change]) -> bool:
