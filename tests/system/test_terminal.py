@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import sys, time
 from byteps_py.system import terminal
-terminal._PATIENCE_S = terminal._REDRAW_S = 0.0
+terminal._PATIENCE_S = terminal._REDRAW_S = terminal._LINE_EVERY_S = 0.0
 with terminal.ProgressBar("writing") as bar:
     for done in range(5):
         bar.update(done, 4, "step 7")
@@ -61,6 +61,13 @@ def test_no_colours(variables: dict[str, str]) -> None:
     text = on_a_terminal(**variables)
     assert text.endswith("fine\r\n")
     assert ("\x1b[" in text) == (variables.get("TERM") is None)
+
+
+def test_lines_take_the_place_of_a_bar_where_they_are_wanted() -> None:
+    program = PROGRAM.replace('("writing")', '("writing", in_pipes=True)')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[2] == "writing: 50%, 0 s left step 7"
+    assert len(done.stderr.splitlines()) == 5
 
 
 def test_off_a_terminal() -> None:

@@ -103,7 +103,7 @@ def take_states(stepper: HostedStepper, shadow: ShadowedSteps, held: StepToResto
     # A parameter that has made no step is as the model's constructor has made it.
     states = {name: held_state(held.reader, own, name) for name, (*_, steps) in common["params"].items() if steps}
     total, done = sum(params[name].nbytes for name in states), 0
-    with ProgressBar("restoring", is_wanted=contexts.current().session.rank == 0) as bar:
+    with ProgressBar("restoring", is_wanted=contexts.current().session.rank == 0, in_pipes=True) as bar:
         for name, state in states.items():
             bar.update(done, total, name)
             with torch.no_grad():

@@ -298,7 +298,7 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: Hosted
         )
     weights, buffers = checkpoint.values(_MODEL), checkpoint.values(buffers_prefix)
     state = {}
-    with ProgressBar("restoring", is_wanted=rank == 0) as bar:
+    with ProgressBar("restoring", is_wanted=rank == 0, in_pipes=True) as bar:
         for count, (param, name) in enumerate(names.items()):
             bar.update(count, len(names), name)
             if entries := checkpoint.values(f"{_STATE}{name}."):
