@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +143,7 @@ def compare(before: Sample, after: Sample) -> dict[str, Any]:
         for member, rates in zip(members, progress, strict=True)
         if member["kind"] == "server" and member["alive"]
     ]
+    servers.sort(key=lambda server: _order(server[0]))
     summed = sum(rate for _, rate in servers)
     weights = sum(member["weight"] for member, _ in servers)
     lost = [member for member in members if not member["alive"] and not member["left"]]
@@ -252,9 +253,9 @@ def to_page(found: dict[str, Any], seen: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _order(link: dict[str, Any]) -> tuple[object, ...]:
+def _order(row: Mapping[str, Any]) -> tuple[object, ...]:
     """CPU machines first, then GPU machines by number."""
-    return len(link["machine"]), link["machine"], link["host"]
+    return len(row["machine"]), row["machine"], row["host"]
 
 
 def _shares(server: dict[str, Any]) -> tuple[float | None, float | None]:

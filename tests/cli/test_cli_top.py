@@ -55,7 +55,7 @@ def test_links_have_the_traffic_of_all_services_of_their_machine_and_servers_the
     cpu, gpu = found["links"]
     assert (gpu["members"], gpu["received_mbit"], gpu["sent_mbit"]) == (2, 200, pytest.approx(500))
     assert (cpu["host"], cpu["received_mbit"], cpu["link_mbit"]) == ("cpu0", 600, 1000)
-    assert [(each["share"], each["formula_share"]) for each in found["servers"]] == [(0.25, 0.25), (0.75, 0.75)]
+    assert [(each["share"], each["formula_share"]) for each in found["servers"]] == [(0.75, 0.75), (0.25, 0.25)]
     assert found["waits"] == ["tensor 'w' waits for rank 1", "rank 0 is slow"]
     page = to_page(found, ["12:00:00 it has rained"]).splitlines()
     assert page[0] == "running: all are there"
