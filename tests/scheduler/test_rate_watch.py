@@ -315,6 +315,15 @@ def test_a_link_that_changes_all_the_time_is_left_alone() -> None:
     assert len(job.epochs) <= 8, job.epochs  # each change must last longer than the one before
 
 
+def test_noise_on_all_links_names_none_of_them() -> None:
+    job, source = traffic(8, 0), random.Random(1)
+    for _ in range(80):
+        job.rates = [MBIT / 2 if source.random() < 0.5 else MBIT for _ in range(8)]
+        job.run(1.0)
+    told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
+    assert not [each for each in told if "changes its rate all the time" in each], told
+
+
 def test_compute_between_sums_and_little_traffic_name_no_link() -> None:
     assert not traffic(4, 2, compute_s=3.0).epochs
     small = Traffic(random.Random(1), 4, 2, mbytes=0.1)
