@@ -3,6 +3,7 @@ This file runs what no test of its own does."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import sys
@@ -23,16 +24,22 @@ PROGRAMS = [
     for number, program in enumerate(page.programs)
     if program[0].startswith("bpslaunch")
 ]
+
+
+def mark_of(commands: str) -> list[pytest.MarkDecorator]:
+    if "bps plan size" in commands:
+        return []
+    return [pytest.mark.long if "-np 8" in commands else pytest.mark.slow]
+
+
 COMMANDS = [
-    pytest.param(
-        name, block, id=f"{name}:{block.line}", marks=[] if "bps plan size" in block.code else pytest.mark.slow
-    )
+    pytest.param(name, block, id=f"{name}:{block.line}", marks=mark_of(block.code))
     for name, page in PAGES.items()
     for block in page.blocks
     if block.marker == "run"
 ]
 #: More need a reason to be added here: what can't be run can't be known to be right.
-MOST_NOT_RUN = 49
+MOST_NOT_RUN = 6
 TIMEOUT_S = 100
 END = """
 print("all right")
@@ -42,12 +49,17 @@ if torch.distributed.is_initialized():
 """
 
 
+@functools.cache
+def text_of_tests() -> str:
+    return "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+
+
 def is_run(block: Block, name: str) -> bool:
     kind, _, rest = block.marker.partition(":")
     if kind == "not run":
         return rest.count(" ") >= 4  # a reason
     if kind == "test":
-        return any(f'"{rest.strip()}"' in path.read_text() for path in (ROOT / "tests" / "docs").glob("test_*.py"))
+        return f'"{rest.strip()}"' in text_of_tests()
     if kind == "run":
         return block.language == "console"
     if kind or block.language == "text":
@@ -85,11 +97,11 @@ def test_the_python_blocks_of_a_page_run(how: str, code: str, tmp_path: Path) ->
     assert job.text.count("all right") == int(sizes["-np"]) * int(sizes.get("--machines", "1")), job.text
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(("name", "block"), COMMANDS)
 def test_the_commands_of_a_block_print_what_the_page_says(name: str, block: Block) -> None:
     for line, expected in commands_of(block.code):
         with shell(line, ROOT, OMP_NUM_THREADS="1") as process:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
+            output, _ = process.communicate(timeout=300 if "-np 8" in line else TIMEOUT_S)
         assert process.returncode == 0, output
         assert not expected or with_the_pages_port(output) == expected, line

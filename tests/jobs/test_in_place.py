@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.breaking import Job, launch
 from support.clusters import ROOT
+from support.documents import Page, commands_of
 from support.shadowed_cluster import ShadowedCluster
 
 PROGRAM = ROOT / "tests" / "programs" / "in_place.py"
@@ -101,6 +102,20 @@ def test_ranks_are_killed(variant: str, kills: str, tmp_path: Path) -> None:
         assert {rank: len(times) - 1 for rank, times in begun(job).items() if len(times) > 1} == Counter(deaths), (
             job.text
         )
+
+
+@pytest.mark.long
+def test_a_rank_is_killed_in_the_job_of_the_page(tmp_path: Path) -> None:
+    [(line, _)] = commands_of(Page(ROOT / "docs" / "howto" / "never-lose-a-step.md").blocks_after("in place")[0])
+    words = line.split()
+    assert (words[0], *words[-2:]) == ("bpslaunch", "python", "train.py")
+    found = []
+    for kills in ("", "5:5:step"):
+        with launch(" ".join(words[1:-2]), str(tmp_path), str(STEPS), program=PROGRAM, TEST_KILLS=kills) as job:
+            assert job.end() == 0, job.text
+        found.append(sorted(line.partition("rank ")[2] for line in job.said if " ends: " in line))
+    assert len(found[0]) == 8
+    assert found[0] == found[1], job.text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from support.breaking import command
 from support.chrome_traces import violations
 from support.clusters import ROOT, bpslaunch
+from support.documents import Page, at_own_places, commands_of
 
 from byteps_py.tools.trace_summary import read_cluster_trace, summarize
 
@@ -31,8 +33,12 @@ def names(trace: dict[str, Any]) -> dict[int, str]:
 
 
 def test_every_process_and_stage_is_in_the_trace(tmp_path: Path) -> None:
-    launch = ["-np", "2", "--machines", "2", "--servers", "1"]
-    done = bpslaunch(launch, [PROGRAM, "60"], **WINDOW, BYTEPS_TRACE_DIR=str(tmp_path))
+    [(line, _)] = commands_of(Page(ROOT / "docs" / "howto" / "trace-a-job.md").blocks_after("trace")[0])
+    places = {"STEP=100": "STEP=3", "STEP=105": "STEP=5", "=traces": f"={tmp_path}"}
+    words = shlex.split(at_own_places(line, places))
+    at = words.index("bpslaunch")
+    assert words[-2:] == ["python", "train.py"]
+    done = bpslaunch(words[at + 1 : -2], [PROGRAM, "60"], **dict(each.split("=") for each in words[:at]))
     assert done.returncode == 0, done.stderr
     assert "the trace of steps 3 to 5 is in" in done.stderr
     assert "clocks known to within" in done.stderr

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.breaking import RANK, command, environ_of
 from support.clusters import ROOT
+from support.documents import Page, at_own_places, commands_of
 from support.pods import wait_for
 from support.shadowed_cluster import LAUNCH
 from support.slurm_cluster import SlurmCluster, require_slurm, slurm_cluster
@@ -24,6 +27,8 @@ SHORT = (sys.executable, RANK, "short")
 CPU = ("-p", "cpu", "-N2", "--ntasks-per-node=1", BPSLAUNCH)
 
 SCRIPTS = ROOT / "deploy" / "slurm"
+PAGE = Page(ROOT / "docs" / "howto" / "slurm.md")
+OURS = {" --gpus-per-node=8": "", "python train.py": shlex.join(SHORT)}
 WITH_BPSLAUNCH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 STATUS = (str(Path(sys.executable).with_name("bps")), "status", "--json")
 
@@ -38,16 +43,33 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("block", "places"),
     [
-        pytest.param(("-p", "gpu", "-N2", "--ntasks-per-node=2", *SHORT), marks=pytest.mark.long),
-        (*CPU, ":", "-p", "gpu", "-N2", "--ntasks-per-node=2", *SHORT),
-        (*CPU, ":", "-p", "gpu", "-N2", "--ntasks-per-node=1", BPSLAUNCH, *SHORT),
+        pytest.param(
+            "tasks are ranks",
+            {"-N 4": "-p gpu -N 2", "--ntasks-per-node=8": "--ntasks-per-node=2", **OURS},
+            marks=pytest.mark.long,
+        ),
+        pytest.param("a launcher on each node", {"-N 4": "-p gpu -N 2", **OURS}, marks=pytest.mark.long),
+        ("two kinds of nodes", {"-N 4": "-N 2", "--ntasks-per-node=8": "--ntasks-per-node=2", **OURS}),
     ],
-    ids=["ranks", "servers and ranks", "servers and bpslaunch"],
 )
-def test_srun(slurm: SlurmCluster, arguments: tuple[str, ...]) -> None:
-    done = slurm.run("srun", *arguments, **RUNS, BYTEPS_LOCAL_SIZE="2" if arguments.count(BPSLAUNCH) > 1 else "")
+def test_srun(slurm: SlurmCluster, block: str, places: dict[str, str]) -> None:
+    """The commands of the page, on fewer and smaller nodes, which have no GPUs."""
+    [(line, _)] = commands_of(PAGE.blocks_after(block)[0])
+    words = shlex.split(at_own_places(line, places))
+    size = {"BYTEPS_LOCAL_SIZE": "2"} if "launcher" in block else {}
+    done = slurm.run(*words, **RUNS, **WITH_BPSLAUNCH, **size)
+    check_srun(slurm, done)
+
+
+@pytest.mark.slow
+def test_srun_of_a_launcher_on_each_node_of_both_kinds(slurm: SlurmCluster) -> None:
+    train = (":", "-p", "gpu", "-N2", "--ntasks-per-node=1", BPSLAUNCH, *SHORT)
+    check_srun(slurm, slurm.run("srun", *CPU, *train, **RUNS, BYTEPS_LOCAL_SIZE="2"))
+
+
+def check_srun(slurm: SlurmCluster, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout
     for rank in range(4):
         assert f"{rank}: reduced" in done.stdout
@@ -76,8 +98,10 @@ def test_the_script_for_both_kinds_of_nodes_and_for_one(slurm: SlurmCluster, kin
         text = first + text.partition("#SBATCH hetjob\n")[2]
     script = slurm.folder / "train.sbatch"
     script.write_text(text)
-    options = ("--wait", "-o", str(output), str(script))
-    done = slurm.run("sbatch", *options, *SHORT, **RUNS, **WITH_BPSLAUNCH, BYTEPS_LOCAL_SIZE="2")
+    [(line, _)] = commands_of(PAGE.blocks_after("batch script")[0])
+    places = {"deploy/slurm/train.sbatch": f"--wait -o {output} {script}", "python train.py": shlex.join(SHORT)}
+    words = shlex.split(at_own_places(line, places))
+    done = slurm.run(*words, **RUNS, **WITH_BPSLAUNCH, BYTEPS_LOCAL_SIZE="2")
     assert done.returncode == 0, output.read_text()
     for line in ("[0.0] 0: reduced", "[1.1] 3: reduced"):
         assert line in output.read_text()
@@ -137,8 +161,6 @@ def bodies(text: str) -> dict[str, int]:
 
 
 SUBMITS = """
-import submitit
-
 def train():
     import torch
     import byteps_py as bps
@@ -149,9 +171,6 @@ def train():
     bps.shutdown()
     return found
 
-executor = submitit.AutoExecutor(folder="FOLDER")
-executor.update_parameters(nodes=2, tasks_per_node=1, slurm_partition="gpu")
-print(executor.submit(train).results())
 """
 
 
@@ -159,7 +178,14 @@ def test_submitit_starts_ranks(slurm: SlurmCluster) -> None:
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("no submitit here: pip install submitit")
     program = slurm.folder / "submits.py"
-    program.write_text(SUBMITS.replace("FOLDER", str(slurm.folder / "logs")))
+    (block,) = PAGE.blocks_after("submitit")
+    places = {
+        '"logs"': repr(str(slurm.folder / "logs")),
+        "nodes=4": "nodes=2",
+        "tasks_per_node=8": "tasks_per_node=1",
+        " gpus_per_node=8,": "",
+    }
+    program.write_text(f"{SUBMITS}\n{at_own_places(block, places)}\nprint(job.results())\n")
     done = slurm.run(sys.executable, str(program), **RUNS)
     assert done.returncode == 0, done.stdout
     assert "[(0, 2, 1, [3.0]), (1, 2, 1, [3.0])]" in done.stdout

@@ -4,6 +4,7 @@ its sums."""
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from support.breaking import RANK
 from support.clusters import ROOT
+from support.documents import Page, at_own_places, commands_of
 from support.elastic_reference import Reference
 from support.launching import Launch
 from support.ssh_hosts import SshHosts, require_ssh_hosts, ssh_hosts
@@ -36,6 +38,23 @@ def launch(hosts: SshHosts, *words: str, options: tuple[str, ...] = (), **enviro
     lists = ["-H", f"{gpu1}:2,{gpu2}:2", "--server-hosts", cpu]
     environ = {"BYTEPS_LINK_MBIT": "1000", **environ}
     return hosts.launch(*lists, *options, sys.executable, RANK, *words, **environ)
+
+
+@pytest.mark.parametrize(("page", "block"), [("launching", "with one command"), ("several-machines", "hosts over ssh")])
+def test_the_command_of_a_page(hosts: SshHosts, page: str, block: str) -> None:
+    gpu1, gpu2, cpu1, cpu2 = (host.address for host in hosts.hosts)
+    [(line, shown)] = commands_of(Page(ROOT / "docs" / "howto" / f"{page}.md").blocks_after(block)[0])
+    places = {"gpu1:4": f"{gpu1}:2", "gpu2:4": f"{gpu2}:2", "cpu1": cpu1, "cpu2": cpu2}
+    words = shlex.split(at_own_places(line, {**places, "python train.py": shlex.join((sys.executable, RANK, "short"))}))
+    assert words[0] == "bpslaunch"
+    with hosts.launch(*words[1:], BYTEPS_LINK_MBIT="1000") as job:
+        assert job.end() == 0, job.text
+    assert {f"[{gpu1}/0] 0: reduced", f"[{gpu2}/3] 3: reduced"} <= set(job.said)
+    if shown:  # a line of the launcher, and one of a rank
+        name, rank = shown.splitlines()
+        assert job.said[0].startswith(name.rpartition(" ")[0])
+        assert rank.startswith("[gpu1/0] ")
+    assert not hosts.left()
 
 
 def test_a_job_on_three_hosts(hosts: SshHosts, tmp_path: Path) -> None:
@@ -157,9 +176,11 @@ def test_an_elastic_job_goes_on_without_a_host_that_is_lost(hosts: SshHosts, tmp
 def test_a_spare_host_takes_the_place_of_one_that_is_lost(hosts: SshHosts, tmp_path: Path) -> None:
     """The last test: it loses a host."""
     gpu1, gpu2, cpu, spare = (host.address for host in hosts.hosts)
-    options = ("-H", f"{gpu1}:1,{gpu2}:1", "--server-hosts", cpu, "--spare-hosts", spare, "--max-restarts", "5")
+    [(line, _)] = commands_of(Page(ROOT / "docs" / "howto" / "several-machines.md").blocks_after("spare hosts")[0])
     program = (sys.executable, str(ROOT / "tests" / "programs" / "in_place.py"), str(tmp_path), "30")
-    with hosts.launch(*options, *program, BYTEPS_LINK_MBIT="1000") as job:
+    places = {"gpu1:4": f"{gpu1}:1", "gpu2:4": f"{gpu2}:1", "cpu1": cpu, "gpu8,gpu9": spare}
+    words = shlex.split(at_own_places(line, {**places, "python train.py": shlex.join(program)}))
+    with hosts.launch(*words[1:], BYTEPS_LINK_MBIT="1000") as job:
         job.until("rank 1: step 5")
         hosts.lose(hosts.hosts[1])
         assert job.end() == 0, job.text

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.breaking import Job, command, environ_of, launch
 from support.clusters import ROOT
+from support.documents import Page, at_own_places, commands_of
 
 from byteps_py.cli.__main__ import main as bps
 from byteps_py.config.settings import Settings
@@ -36,15 +38,26 @@ def until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
         assert time.monotonic() < deadline_s, what()
 
 
+PAGE = Page(ROOT / "docs" / "howto" / "lending.md")
+#: The page's command for each part.
+_, POOL, LEND, TRAIN = (line for line, _ in commands_of(PAGE.blocks_after("a pool")[0]))
+
+
+def words_of(line: str, address: str, places: Mapping[str, str] | None = None) -> list[str]:
+    own = {"10.0.0.1:9100": address, **(places or {})}
+    program, *words = shlex.split(at_own_places(line, own), comments=True)
+    assert program == "bps"
+    return words
+
+
 def pool_at(address: str) -> contextlib.AbstractContextManager[Job]:
-    return command(sys.executable, "-m", "byteps_py.cli", "pool", "--listen", address, **SECRET)
+    return command(sys.executable, "-m", "byteps_py.cli", *words_of(POOL, address), **SECRET)
 
 
 def lender(address: str, name: str, *more: str) -> contextlib.AbstractContextManager[Job]:
-    limits = ("--cores", "1", "--memory", "2G", "--mbit", "2000", "--owner-cores", "1000", "--slots", "2")
-    return command(
-        sys.executable, "-m", "byteps_py.cli", "lend", "--pool", address, "--name", name, *limits, *more, **SECRET
-    )
+    given = words_of(LEND, address, {"--cores 4": "--cores 1", "8G": "2G"})
+    more = ("--name", name, "--owner-cores", "1000", "--slots", "2", *more)
+    return command(sys.executable, "-m", "byteps_py.cli", *given, *more, **SECRET)
 
 
 class Training:
@@ -107,7 +120,10 @@ def test_three_jobs_and_two_lenders_of_which_one_becomes_busy(
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(pool_at(address))
         until(lambda: pool.process.poll() is None and bps(["pool", "--show", address]) == 0, lambda: pool.text)
+        assert "bpslaunch --pool 10.0.0.1:9100 python train.py" in TRAIN
         options = f"{OPTIONS} --pool {address}"
+        [(busy_when, _)] = commands_of(PAGE.blocks_after("busy when")[0])
+        condition = shlex.split(at_own_places(busy_when, {"who | grep -q .": f"test -e {busy}"}), comments=True)[-2:]
         jobs = [
             stack.enter_context(launch(options, str(STRETCHES), program=PROGRAM, **SECRET)) for _ in range(3)
         ]  # fmt: skip
@@ -116,7 +132,7 @@ def test_three_jobs_and_two_lenders_of_which_one_becomes_busy(
             training.go()
         lenders = {
             "steady": stack.enter_context(lender(address, "steady")),
-            "leaving": stack.enter_context(lender(address, "leaving", "--busy-when", f"test -e {busy}")),
+            "leaving": stack.enter_context(lender(address, "leaving", *condition)),
         }
         # Each job wants two servers; there are four slots, of which no job gets more than two.
         until(lambda: sorted(served(address).values()) == [2, 2], lambda: status(address))

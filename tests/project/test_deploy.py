@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import re
 import runpy
-import secrets
 import shlex
 import shutil
 import subprocess
@@ -25,6 +24,8 @@ import pytest
 import torch
 from numba.core.caching import CacheImpl
 from packaging.requirements import Requirement
+from support import breaking
+from support.documents import Page, at_own_places, commands_of, shell
 
 from byteps_py.kernels import __main__ as compile_kernels
 from byteps_py.kernels.jit import numba_kernels
@@ -36,6 +37,7 @@ DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ALLOWED_IN_CONTEXT = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
 SERVICES = {"scheduler", "server-0", "server-1", "worker-0", "worker-1"}
+PAGE = Page(ROOT / "docs" / "howto" / "containers.md")
 BASE_IMAGE = "python:3.11-slim"
 BUILD_LIMIT_S = 1500.0
 
@@ -425,7 +427,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     context = tmp_path_factory.mktemp("context")
     variables = {**fill(context), "BYTEPS_TAG": "test", "BYTEPS_LOG_LEVEL": "INFO"}
     cluster = Cluster(tuple(command), context, variables)
-    cluster("build", "scheduler", "worker-0", timeout_s=BUILD_LIMIT_S)
+    for line, _ in commands_of(PAGE.blocks_after("build the images")[0]):
+        own = " ".join(f"--build-arg {name}={text}" for name, text in variables.items() if name.startswith("PIP_"))
+        in_shell(at_own_places(line, {" .\n": f":test {own} .\n"}), context, BUILD_LIMIT_S)
     shutil.rmtree(context / "deploy/wheels", ignore_errors=True)
     yield cluster
     cluster("down", "-v", "--timeout", "5")
@@ -446,15 +450,23 @@ def fill(context: Path) -> dict[str, str]:
             shutil.copy2(source, target)
     for path in (ROOT / ".dockerignore", DEPLOY / "Dockerfile", DEPLOY / "compose.yaml"):
         shutil.copy2(path, context / path.relative_to(ROOT))
-    secret = context / "deploy/secrets/cluster"
-    secret.parent.mkdir(mode=0o700)
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o444)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--python-version", "3.11", "--only-binary", ":all:"]
-    pip += ["-d", str(context / "deploy/wheels")]
-    locked = ["--require-hashes", "-r", str(DEPLOY / "requirements-worker.txt")]
-    torch = ["--no-deps", "--require-hashes", "-r", str(DEPLOY / "requirements-torch.txt")]
-    return {"PIP_NO_INDEX": "1"} if all(succeeds([*pip, *what], 600)[0] for what in (locked, torch)) else {}
+    make_secret, make_readable, _ = (line for line, _ in commands_of(PAGE.blocks_after("a cluster on one host")[0]))
+    in_shell(make_secret + make_readable, context, 30)
+    others, torch, build = (line for line, _ in commands_of(PAGE.blocks_after("wheels")[0]))
+    torch = at_own_places(torch, {"--index-url https://download.pytorch.org/whl/cpu ": ""})  # this machine's index
+    pip = {"pip download": f"{sys.executable} -m pip download --quiet"}
+    got = all(
+        succeeds(["sh", "-c", f"cd {shlex.quote(str(context))} && {at_own_places(line, pip)}"], 600)[0]
+        for line in (others, torch)
+    )
+    assert build.startswith("PIP_NO_INDEX=1 ")
+    return {"PIP_NO_INDEX": "1"} if got else {}
+
+
+def in_shell(script: str, folder: Path, limit_s: float) -> None:
+    with shell(script, folder) as process:
+        output, _ = process.communicate(timeout=limit_s)
+    assert process.returncode == 0, output
 
 
 @pytest.mark.slow
@@ -479,6 +491,8 @@ def test_a_cluster_trains_and_ends(cluster: Cluster) -> None:
     for cpu_machines in (2, 0):
         services = sorted(s for s in SERVICES if cpu_machines or not s.startswith("server"))
         try:
+            [*_, (line, _)] = commands_of(PAGE.blocks_after("a cluster on one host")[0])
+            assert line.split() == ["docker-compose", "-f", "deploy/compose.yaml", "up", "--build"]
             output = cluster("up", "--no-build", *services, timeout_s=300, CPU_MACHINES=str(cpu_machines))
             assert cluster.exit_statuses() == dict.fromkeys(services, 0), output
         finally:
@@ -491,3 +505,30 @@ def test_a_cluster_trains_and_ends(cluster: Cluster) -> None:
         assert weights, output
         digests.append(weights[1])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+@pytest.mark.timeout(2400)
+def test_a_server_in_a_container_that_is_started_by_hand(cluster: Cluster) -> None:
+    """Beside a job of this machine, whose network it shares."""
+    secret = str(cluster.context / "deploy/secrets/cluster")
+    port = str(free_port())
+    [(line, _)] = commands_of(PAGE.blocks_after("a container by hand")[0])
+    places = {
+        "/etc/byteps/secret": secret,
+        "10.0.0.1": "127.0.0.1",
+        "9000": port,
+        " byteps-server\n": " -e BYTEPS_MACHINE_ID=container -e DMLC_NODE_HOST=127.0.0.1 byteps-server:test\n",
+    }
+    where = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    where |= {"BYTEPS_SECRET": Path(secret).read_text().strip(), "BYTEPS_LOCAL_SIZE": "2"}
+    with (
+        shell(at_own_places(line, places), cluster.context) as container,
+        breaking.launch("", DMLC_ROLE="scheduler", **where),
+        breaking.launch("", "short", DMLC_ROLE="worker", **where) as job,
+    ):
+        assert job.end() == 0, job.text
+        output, _ = container.communicate(timeout=60)
+        assert container.returncode == 0, output
+    assert {"0: reduced", "1: reduced"} <= set(job.said)

@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from support.documents import Page, at_own_places, commands_of
 from support.pods import PodNetwork, RunningPod, pods_of, wait_for
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
+PAGE = Page(ROOT / "docs" / "howto" / "kubernetes.md")
 OVERLAYS = ["base", "servers", *sorted(f"overlays/{path.name}" for path in (FOLDER / "overlays").iterdir())]
 JOBS = [each for each in OVERLAYS if each != "servers"]
 CRDS = {crd["kind"]: crd for crd in map(json.loads, (p.read_text() for p in Path(__file__).parent.glob("crds/*.json")))}
@@ -44,7 +47,7 @@ def kubectl() -> str:
     return found
 
 
-def render(folder: str) -> Objects:
+def render(folder: str | Path) -> Objects:
     """The objects that `kubectl apply -k` would send."""
     done = subprocess.run([kubectl(), "kustomize", str(FOLDER / folder)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -54,8 +57,11 @@ def render(folder: str) -> Objects:
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_objects_are_valid(folder: str) -> None:
+    check_validity(render(folder))
+
+
+def check_validity(objects: Objects) -> None:
     core = pytest.importorskip("kubernetes_validate", reason="108 MB of schemas: pip install kubernetes-validate")
-    objects = render(folder)
     assert objects
     for each in objects:
         crd = CRDS.get(each["kind"])
@@ -93,10 +99,62 @@ def test_a_field_that_does_not_exist_is_noticed() -> None:
         validator.validate(job_set)
 
 
+def test_the_commands_of_the_page_make_the_secret_and_name_what_is_there(tmp_path: Path) -> None:
+    make, create, apply, logs = (line for line, _ in commands_of(PAGE.blocks_after("apply")[0]))
+    script = f"{make}{at_own_places(create, {'kubectl': kubectl()}).strip()} --dry-run=client -o yaml"
+    done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    secret = yaml.safe_load(done.stdout)
+    assert secret["metadata"]["name"] in SECRETS
+    assert len(base64.b64decode(base64.b64decode(secret["data"]["secret"]))) == 32
+    folder = shlex.split(apply)[-1]
+    assert shlex.split(apply)[:-1] == ["kubectl", "apply", "-k"]
+    kind, _, name = shlex.split(logs)[-1].partition("/")
+    assert [each for each in render(ROOT / folder) if (each["kind"].lower(), each["metadata"]["name"]) == (kind, name)]
+
+
+def overlay_of_the_page(folder: Path) -> Objects:
+    (block,) = PAGE.blocks_after("an overlay of your own")
+    beside = os.path.relpath(FOLDER, folder)  # kustomize takes no absolute path
+    (folder / "kustomization.yaml").write_text(at_own_places(block, {"../deploy/kubernetes": beside}))
+    return render(folder)
+
+
+def train_job_of_the_page() -> dict[str, Any]:
+    (block,) = PAGE.blocks_after("a TrainJob")
+    found: dict[str, Any] = yaml.safe_load(block)
+    return found
+
+
+def test_the_objects_of_the_page_are_valid(tmp_path: Path) -> None:
+    check_validity([*overlay_of_the_page(tmp_path), train_job_of_the_page()])
+
+
+def test_the_overlay_of_the_page(tmp_path: Path) -> None:
+    objects = overlay_of_the_page(tmp_path)
+    check_numbers(objects)
+    (workers,) = [each for each in objects if each["metadata"]["name"] == "byteps-workers" and each["kind"] == "Job"]
+    assert workers["metadata"]["namespace"] == "training"
+    (container,) = workers["spec"]["template"]["spec"]["containers"]
+    assert (container["image"], container["args"]) == ("registry.example/my-training:1", ["python", "train.py"])
+
+
+def test_the_train_job_of_the_page_is_that_of_the_overlay() -> None:
+    shown = train_job_of_the_page()
+    (rendered,) = [each for each in render("overlays/trainjob") if each["kind"] == "TrainJob"]
+    assert (shown["apiVersion"], shown["metadata"]["name"]) == (rendered["apiVersion"], rendered["metadata"]["name"])
+    runtime = shown["spec"]["runtimeRef"]["name"]
+    assert rendered["spec"]["runtimeRef"]["name"] == runtime
+    assert [each for each in render("overlays/trainjob") if each["metadata"]["name"] == runtime]
+
+
 @pytest.mark.parametrize("folder", JOBS)
 def test_numbers_agree(folder: str) -> None:
     """As many pods of each kind as the processes are told to wait for."""
-    objects = render(folder)
+    check_numbers(render(folder))
+
+
+def check_numbers(objects: Objects) -> None:
     pods = pods_of(with_replicas(objects))
     workers = [pod for pod in pods if pod.component in ("worker", "node")]
     servers = [pod for pod in pods if pod.component == "server"]

@@ -174,7 +174,9 @@ def test_late_acknowledgements_do_not_hide_the_direction(
     assert watch.suspected_links() == {2}
 
 
-@pytest.mark.parametrize(("reason", "out", "into"), [(LINK, 0.09, 0.09), (LINK_OUT, 0.09, 0.001), (LINK_IN, 0.001, 0.09)])
+@pytest.mark.parametrize(
+    ("reason", "out", "into"), [(LINK, 0.09, 0.09), (LINK_OUT, 0.09, 0.001), (LINK_IN, 0.001, 0.09)]
+)
 def test_others_carry_theirs_in_no_time_while_they_wait_for_a_slow_link(reason: str, out: float, into: float) -> None:
     watch, found = SlowRankWatch(), []
     for turn in range(30):

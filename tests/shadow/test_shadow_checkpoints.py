@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.clusters import ROOT
+from support.documents import Page, at_own_places, commands_of
 from support.launching import Running, launched
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -23,6 +26,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.system import jobs
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
+PAGE = Page(ROOT / "docs" / "howto" / "shadow-checkpoints.md")
 _LIMIT_S = 90
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore:torch.distributed is disabled"]
 
@@ -55,7 +59,10 @@ class TrainingJob:
             CheckpointProgram(settings, opened, CheckpointOptions(keep=keep, piece_bytes=1000), said.append).run()
 
     def run_command(self, folder: Path) -> subprocess.CompletedProcess[str]:
-        command = [*PYTHON, "-m", "byteps_py.cli", "checkpoint", str(folder), "--scheduler", self.address]
+        (line, _), _ = commands_of(PAGE.blocks_after("write one")[0])
+        bps, *words = shlex.split(at_own_places(line, {"/data/run-7": str(folder)}), comments=True)
+        assert bps == "bps"
+        command = [*PYTHON, "-m", "byteps_py.cli", *words, "--scheduler", self.address]
         return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
 
     def end(self) -> str:
@@ -122,8 +129,6 @@ def assert_is_of(checkpoint: Path, references: Path) -> None:
 #: What a user's program does, without byteps_py.
 LOAD = """
 import sys, torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 torch.manual_seed(1)
 model = torch.nn.Sequential(
     torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.Tanh(), torch.nn.Linear(64, 64),
@@ -132,10 +137,7 @@ model = torch.nn.Sequential(
 model[3].to(torch.bfloat16)
 model.shared = model[5].bias
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-weights, states = get_state_dict(model, optimizer)
-state_dict = {"model": weights, "optimizer": states, "step": None}
-state_dict_loader.load(state_dict, checkpoint_id=sys.argv[1], no_dist=True)
-set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+BLOCK
 names = {param: name for name, param in model.named_parameters()}
 torch.save({
     "step": state_dict["step"], "model": model.state_dict(), "lr": optimizer.param_groups[0]["lr"],
@@ -150,8 +152,7 @@ assert not any(name.startswith("byteps_py.") for name in sys.modules)
 LOAD_FSDP = """
 import os, sys, torch
 from torch import distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo")
 mesh = dist.init_device_mesh("cpu", (2,))
@@ -164,10 +165,7 @@ model.shared = model[5].bias
 for layer in (model[3], model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-weights, states = get_state_dict(model, optimizer)
-state_dict = {"model": weights, "optimizer": states, "step": None}
-state_dict_loader.load(state_dict, checkpoint_id=sys.argv[1])
-set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+BLOCK
 whole = StateDictOptions(full_state_dict=True)
 weights, states = get_state_dict(model, optimizer, options=whole)
 if dist.get_rank() == 0:
@@ -226,8 +224,10 @@ def test_torch_loads_it(tmp_path: Path) -> None:
         job.end()
     reference = torch.load(job.references / f"{step}.pt", weights_only=False)
     expected = by_name(reference)["state"]
+    (block,) = PAGE.blocks_after("load one")
+    block = at_own_places(block, {'"/data/run-7/step-1200"': "sys.argv[1]"})
     for program, size in ((LOAD, 1), (LOAD_FSDP, 2)):
-        run_ranks(program, size, str(folder / f"step-{step}"), str(tmp_path / "loaded.pt"))
+        run_ranks(program.replace("BLOCK", block), size, str(folder / f"step-{step}"), str(tmp_path / "loaded.pt"))
         loaded = torch.load(tmp_path / "loaded.pt", weights_only=False)
         assert (loaded["step"], loaded["lr"]) == (step, 0.01)
         assert_same(dict(loaded["model"]), dict(reference["model"]))
@@ -274,7 +274,10 @@ def test_other_optimizers_states(optimizer: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_writes_checkpoints_by_itself(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    environ = {"BYTEPS_SHADOW_DIR": str(folder), "BYTEPS_SHADOW_EVERY_S": "1"}
+    [(line, _)] = commands_of(PAGE.blocks_after("servers write")[0])
+    export, *words = shlex.split(at_own_places(line, {"/data/run-7": str(folder), "=600": "=1"}))
+    assert export == "export"
+    environ = dict(each.split("=") for each in words)
     with training("adamw", tmp_path / "references", **environ) as job:
         job.wait_for_checkpoint(folder)
         said = job.end()

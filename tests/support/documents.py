@@ -6,7 +6,7 @@ Comments of a page, which no reader sees, say how its blocks of code are run:
     <!-- blocks: tests/… -->               this test runs them
     <!-- before: … -->                     code of that program that the page leaves to the reader
     <!-- run -->                           the commands below are run, and print what is shown, if anything is
-    <!-- test: name -->                    a test of tests/docs runs the blocks below
+    <!-- test: name -->                    a test, which has this name in it, runs the blocks below
     <!-- not run: the reason -->           nobody runs the blocks below
 
 The first two hold up to the next one of them, the last three up to the next prose. Blocks of the language ``text`` are
@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,8 @@ def commands_of(block: str) -> list[tuple[str, str]]:
     for line in block.splitlines(keepends=True):
         if line.startswith("$ "):
             steps.append((line[2:], ""))
+        elif steps[-1][0].endswith("\\\n"):
+            steps[-1] = (steps[-1][0][:-2] + line.lstrip(), "")
         else:
             steps[-1] = (steps[-1][0], steps[-1][1] + line)
     return steps
@@ -116,3 +118,11 @@ def shell(script: str, folder: Path, **variables: str) -> Iterator[subprocess.Po
     finally:
         process.terminate()
         process.communicate()
+
+
+def at_own_places(text: str, places: Mapping[str, str]) -> str:
+    """``text``, with a test's places, sizes and programs instead of those of the page. Each of them must be there."""
+    for old, new in places.items():
+        assert old in text, f"{old!r} is not in {text!r}"
+        text = text.replace(old, new)
+    return text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from support.breaking import command
 from support.clusters import ROOT
+from support.documents import Page, at_own_places, commands_of
 
 from byteps_py.cli.__main__ import main
 from byteps_py.tools.numerics import compare
@@ -42,6 +45,10 @@ PLANTED = [
 ]
 
 
+def without_figures(text: str) -> str:
+    return re.sub(r"max \d+ ulp|relative error \S+|\d+(?= more tensors| tensors equal)", "…", text)
+
+
 def launch(layout: str, names: str, ranks: int, *arguments: str) -> None:
     line = [sys.executable, "-m", "byteps_py.launch", *layout.split(), sys.executable, PROGRAM, *arguments]
     with command(*line, PYTHONWARNINGS="default", OMP_NUM_THREADS="1") as job:
@@ -69,6 +76,11 @@ def test_planted_errors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert run(reference, name) == 1
         first = capsys.readouterr().out.splitlines()[0]
         assert first.startswith(f"The first tensor that differs: {beginning}"), first
+
+    [(line, shown)] = commands_of(Page(ROOT / "docs" / "howto" / "compare-runs.md").blocks_after("numerics compare")[0])
+    places = {" reference run": f" {tmp_path}/tp_reference {tmp_path}/tp_forward"}
+    assert main(shlex.split(at_own_places(line, places))[1:]) == 1
+    assert without_figures(capsys.readouterr().out) == without_figures(shown)
 
     assert run("tp_reference", "tp_forward", "--json") == 1
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)

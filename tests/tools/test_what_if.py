@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.clusters import ROOT
+from support.documents import Page, commands_of
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
@@ -114,6 +115,18 @@ def test_published_results(
     published = json.loads((PUBLISHED / f"result-{name}.json").read_text())
     for ours, theirs in (("by_operation", "optype"), ("by_stage", "stage"), ("by_dp_rank", "dp_rank")):
         assert found[ours] == pytest.approx(published[f"blocking_decompose_by_{theirs}"], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published traces are not here")
+def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow", reason="pip install 'byteps-py[trace]'")
+    page = Page(ROOT / "docs" / "howto" / "find-the-slow-rank.md")
+    [(line, shown)] = commands_of(page.blocks_after("price of slow workers")[0])
+    _, *words, path = line.split()
+    assert path == "trace.parquet"
+    assert main([*words, str(PUBLISHED / "trace-AR.parquet")]) == 0
+    assert capsys.readouterr().out == shown
 
 
 # ---- traces that are damaged ---------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from support.breaking import Job, command, launch
 from support.clusters import ROOT, bpslaunch
+from support.documents import Page, at_own_places, commands_of
 
 from byteps_py.launch.process_plan import free_port
 
@@ -65,11 +67,16 @@ def test_under_bpslaunch_by_role() -> None:
 def test_on_two_machines_with_a_cpu_machine() -> None:
     port = free_port()
     number = {"DMLC_NUM_SERVER": "1"}
-    by_hand = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port + 1), "DMLC_NUM_WORKER": "2"}
+    page = Page(ROOT / "docs" / "howto" / "torch-distributed.md")
+    [(line, _)] = commands_of(page.blocks_after("a server beside torchrun")[0])
+    places = {"<MASTER_ADDR>": "127.0.0.1", "<MASTER_PORT + 1>": str(port + 1)}
+    *variables, launcher = shlex.split(at_own_places(line, places))
+    assert launcher == "bpslaunch"
+    by_hand = dict(each.split("=") for each in variables)
     where = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
     program = str(ROOT / "examples" / "torch_ddp.py")
     with contextlib.ExitStack() as stack:
-        jobs = [stack.enter_context(launch("", DMLC_ROLE="server", **by_hand, **number))]
+        jobs = [stack.enter_context(launch("", **by_hand))]
         agents = (torchrun(*where, f"--node-rank={index}", program, **number) for index in ("0", "1"))
         jobs += map(stack.enter_context, agents)
         assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import shlex
 import sys
 
 import pytest
 from support.breaking import Job, command
 from support.clusters import ROOT
+from support.documents import Page, commands_of
 
 #: The library of each example, and what installs it.
 EXAMPLES = {
@@ -30,7 +32,11 @@ def test_library_trains_on_our_backend(name: str) -> None:
     library, package = EXAMPLES[name]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"no {library} here: pip install {package}")
-    with torchrun("--nproc-per-node=2", str(ROOT / "examples" / f"{name}.py")) as job:
+    page = Page(ROOT / "docs" / "howto" / "trainers.md")
+    [(line, _)] = commands_of(page.blocks_after("trainers of other libraries")[0])
+    first, *options, program = shlex.split(line)
+    assert (first, program) == ("torchrun", "examples/lightning_ddp.py")
+    with torchrun(*options, str(ROOT / "examples" / f"{name}.py")) as job:
         assert job.end() == 0, job.text
     found = re.findall(r"^step \d+: mean loss ([\d.]+) on 2 ranks, byteps$", job.text, re.MULTILINE)
     assert len(found) >= 2, job.text
