@@ -1,4 +1,4 @@
-"""``make_step``: add contributions, update an optimizer's states and write the new parameters, in one pass over memory.
+"""``bind_step``: add contributions, update an optimizer's states and write the new parameters, in one pass over memory.
 
 Knows addresses, a rule and dtypes; must not know tensors' names, ranks or sockets. Any thread; the GIL is released
 while a kernel runs. The caller guarantees that the addresses stay valid and that nobody else uses what lies there
@@ -27,16 +27,15 @@ _kernels: dict[StepKind, StepKernel] = {}
 _build_lock = threading.Lock()
 
 
-def make_step(
+def bind_step(
     kind: StepKind,
-    scalars: Sequence[float],
     states: Sequence[int],
     inputs: Sequence[int],
     outputs: Sequence[int],
-    elements: range,
     divisor: int = 1,
-) -> None:
-    """Make one step of ``elements`` and return when it is made.
+) -> Callable[[Sequence[float], range], None]:
+    """A function of scalars and elements, which makes a step of these elements and returns when it is made. One call at
+    a time.
 
     states: addresses of the master and of the rule's moments: float32, or float64 for contributions of float64. inputs:
     addresses of the contributions, which are added first to last as ``reduce`` does, rounded once, and divided by
@@ -49,23 +48,11 @@ def make_step(
     >>> kind = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
     >>> gradient, master = array("f", [1.0, 2.0]), array("f", [1.0, 1.0])
     >>> addresses = [values.buffer_info()[0] for values in (master, gradient)]
-    >>> scalars = step_scalars(kind.rule, Hyperparameters(lr=0.5), step=1)
-    >>> make_step(kind, scalars, addresses[:1], addresses[1:], addresses[1:], range(2))
+    >>> make_step = bind_step(kind, addresses[:1], addresses[1:], addresses[1:])
+    >>> make_step(step_scalars(kind.rule, Hyperparameters(lr=0.5), step=1), range(2))
     >>> list(master), list(gradient)
     ([0.5, 0.0], [0.5, 0.0])
     """
-    bind_step(kind, states, inputs, outputs, divisor)(scalars, elements)
-
-
-def bind_step(
-    kind: StepKind,
-    states: Sequence[int],
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    divisor: int = 1,
-) -> Callable[[Sequence[float], range], None]:
-    """``make_step`` with these arguments as a function of the scalars and the elements, for repeated calls. One call at
-    a time. Raises what ``make_step`` raises."""
     if len(states) != kind.states or not inputs:
         method = kind.rule.method.name
         raise UsageError(f"a step of {method} has {kind.states} states, not {len(states)}, and an input")
@@ -81,7 +68,7 @@ def bind_step(
 
 
 def prepare_step(kind: StepKind) -> None:
-    """Compile or load the kernel of ``kind``. Raises UsageError as ``make_step`` does."""
+    """Compile or load the kernel of ``kind``. Raises UsageError as ``bind_step`` does."""
     _kernel_of(kind)
 
 
@@ -151,5 +138,5 @@ def bind_segments(
 def run_segments(
     kind: StepKind, states: Sequence[int], source: int, target: int, segments: Sequence[StepSegment]
 ) -> None:
-    """Make the step. ``states``, ``source``, ``target``: addresses, see ``make_step``."""
+    """Make the step. ``states``, ``source``, ``target``: addresses, see ``bind_step``."""
     bind_segments(kind, states, [source], [target])(segments)

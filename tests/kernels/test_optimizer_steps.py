@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.optimizer_steps import bind_step, make_step, prepare_step
+from byteps_py.kernels.optimizer_steps import bind_step, prepare_step
 from byteps_py.kernels.reduction import reduce
 from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, Scalar, StepKind, UpdateRule, step_scalars
 from byteps_py.tensors import DType, Op
@@ -61,6 +61,19 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], UpdateRule]]
         UpdateRule(Method.ADAGRAD, Decay.COUPLED),
     ),
 }
+
+
+def make_step(
+    kind: StepKind,
+    scalars: Sequence[float],
+    states: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    elements: range,
+    divisor: int = 1,
+) -> None:
+    """One step."""
+    bind_step(kind, states, inputs, outputs, divisor)(scalars, elements)
 
 
 @pytest.fixture(autouse=True)
