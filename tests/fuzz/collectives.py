@@ -21,7 +21,8 @@ from byteps_py.torch.collectives.group_work import CallLog, GroupContext
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.row_owners import table_of
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import GradientOptions, ToGradient
+from byteps_py.torch.gradients.bucket import BucketParts, GradientOptions, ToGradient
+from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.operations import size_headers
 from byteps_py.torch.operations.gathers import AllgatherOperation, AlltoallOperation
@@ -233,7 +234,9 @@ class Collectives(Target):
         param.grad = self._gradient.clone() if self._turn % 8 else None
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
         request = TensorRequest(spec, torch.float32, ((36,),), torch.device("cpu"))
-        bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, ToGradient())
+        bucket = SparseBucket(
+            self._context, BucketParts(request, ["rows"], [param], GradientOptions(), 0, Scratch(), ToGradient())
+        )
         bucket.mark(0, param.grad)
         bucket.start()
         while bucket.advance():
@@ -335,7 +338,9 @@ class RowMessages(Target):
         param.grad = self._kept.clone()
         spec = TensorSpec("rows", DType.FLOAT32, (param.numel(),))
         request = TensorRequest(spec, torch.float32, (_TABLE,), torch.device("cpu"))
-        bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, ToGradient())
+        bucket = SparseBucket(
+            self._context, BucketParts(request, ["rows"], [param], GradientOptions(), 0, Scratch(), ToGradient())
+        )
         bucket.mark(0, param.grad)
         bucket.start()
         while bucket.advance():

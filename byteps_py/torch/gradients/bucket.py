@@ -172,34 +172,38 @@ class Delivery(abc.ABC):
         """Deliver ``rows``, the sum of a SparseBucket, which has arrived."""
 
 
+@dataclass(frozen=True, slots=True)
+class BucketParts:
+    """The parts of a bucket. ``first``: the position of its first parameter in the order of the forward pass."""
+
+    request: TensorRequest
+    names: list[str]
+    params: list[torch.nn.Parameter]
+    options: GradientOptions
+    first: int
+    scratch: Scratch
+    delivery: Delivery
+
+
 class Bucket:
     """Gradients that travel as one tensor. Its state is that of the current round.
 
-    first: the position of its first parameter in the order of the forward pass. due: if owners have the sum, which
+    due: if owners have the sum, which
     parameters take part in the step that is to be made with it; None: none is.
     """
 
-    def __init__(
-        self,
-        request: TensorRequest,
-        names: list[str],
-        params: list[torch.nn.Parameter],
-        options: GradientOptions,
-        first: int,
-        scratch: Scratch,
-        delivery: Delivery,
-    ) -> None:
-        self.request = request
-        self.names = names
-        self.params = params
-        self.options = options
-        self.first = first
-        self.delivery = delivery
+    def __init__(self, parts: BucketParts) -> None:
+        self.request = parts.request
+        self.names = parts.names
+        self.params = parts.params
+        self.options = parts.options
+        self.first = parts.first
+        self.delivery = parts.delivery
         self.slot_view: PieceView | None = None
-        self.codec = request.spec.codec  # from the end of the warm-up on
+        self.codec = parts.request.spec.codec  # from the end of the warm-up on
         self._rounds_before = 0  # it travelled with another one
         self.due: tuple[bool, ...] | None = None
-        self._checksums = GradientChecksums(scratch, self._contribution)
+        self._checksums = GradientChecksums(parts.scratch, self._contribution)
         self.reset()
 
     def reset(self) -> None:

@@ -37,8 +37,8 @@ from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.nonfinite import is_finite
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import LowRank
-from byteps_py.torch.gradients.bucket import Bucket, Delivery, GradientOptions
-from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
+from byteps_py.torch.gradients.bucket import Bucket, BucketParts
+from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, checksum_kernel
 
 _Numbers = npt.NDArray[np.float64]
 #: The rest of a column, without its share in the others, is noise if it is so much shorter.
@@ -235,18 +235,10 @@ _PLAIN, _LEFT, _RIGHT = range(3)
 class FactorBucket(Bucket):
     """See Bucket. All its parameters are matrices that Compression.powersgd compresses in the same way."""
 
-    def __init__(
-        self,
-        request: TensorRequest,
-        names: list[str],
-        params: list[torch.nn.Parameter],
-        options: GradientOptions,
-        first: int,
-        scratch: Scratch,
-        delivery: Delivery,
-    ) -> None:
-        super().__init__(request, names, params, options, first, scratch, delivery)
-        low_rank = options.compression.of(names[0], params[0]).low_rank
+    def __init__(self, parts: BucketParts) -> None:
+        super().__init__(parts)
+        request, names, params = parts.request, parts.names, parts.params
+        low_rank = parts.options.compression.of(names[0], params[0]).low_rank
         if low_rank is None:
             raise RuntimeError(f"{names[0]!r} is not compressed by factors")
         dtype = request.dtype

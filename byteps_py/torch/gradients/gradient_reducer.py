@@ -31,6 +31,7 @@ from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import check_low_rank, codec_for
 from byteps_py.torch.gradients.bucket import (
     Bucket,
+    BucketParts,
     BucketState,
     Delivery,
     GradientOptions,
@@ -166,10 +167,11 @@ class GradientReducer:
         names, params = [name for name, _ in named], [param for _, param in named]
         request = self._delivery.request(self._request(names, params, first), is_sparse)
         if is_sparse:
-            return SparseBucket(self._context, request, names[0], params[0], self._options, first, self._delivery)
+            parts = BucketParts(request, names, params, self._options, first, Scratch(), self._delivery)
+            return SparseBucket(self._context, parts)
         compressor = self._options.compression.of(names[0], params[0])  # the same for all of them
         kind = Bucket if compressor.low_rank is None else FactorBucket
-        bucket = kind(request, names, params, self._options, first, self._scratch, self._delivery)
+        bucket = kind(BucketParts(request, names, params, self._options, first, self._scratch, self._delivery))
         bucket.begin_session(self._warmup_steps)
         return bucket
 

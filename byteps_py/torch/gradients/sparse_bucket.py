@@ -40,9 +40,9 @@ from byteps_py.torch.collectives.row_owners import (
     numbered,
     table_of,
 )
-from byteps_py.torch.collectives.slot_view import TensorRequest, pieces
-from byteps_py.torch.gradients.bucket import Bucket, Delivery, GradientOptions
-from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
+from byteps_py.torch.collectives.slot_view import pieces
+from byteps_py.torch.gradients.bucket import Bucket, BucketParts
+from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, checksum_kernel
 from byteps_py.torch.operations.reductions import Average, Sum
 
 _HEADER_WORDS = 4  # rows, sparse dimensions, machine, what the table is: int64 each
@@ -67,17 +67,9 @@ class SparseBucket(Bucket):
     is coalesced and of the parameter's dtype: the sum in rank order, or the average.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        request: TensorRequest,
-        name: str,
-        param: torch.nn.Parameter,
-        options: GradientOptions,
-        first: int,
-        delivery: Delivery,
-    ) -> None:
-        super().__init__(request, [name], [param], options, first, Scratch(), delivery)
+    def __init__(self, context: Context, parts: BucketParts) -> None:
+        super().__init__(parts)
+        (name,), options = parts.names, parts.options
         if options.op not in (Sum, Average):
             raise UsageError(
                 f"the gradient of {name!r} is sparse, which op={options.op.name.title()} can't combine; use Sum or "
