@@ -300,6 +300,9 @@ class SideStream:
         self.stream.submit(lambda: [output.data.copy_(view) for view, output in zip(views, outputs, strict=True)])
         self.stream.submit(lambda: None).result()  # as the caller's stream waits for the side stream
 
+    def queued(self) -> None:
+        """Tensors lie in the host's memory: nothing is queued there."""
+
     def close(self) -> None:
         self.stream.shutdown()
 

@@ -169,6 +169,17 @@ def test_arrows_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+#: Streams and events of CUDA belong to movers, which tests replace; those of offloaded states to their side stream.
+WITH_STREAMS = {"torch/collectives/cuda.py", "parallel/sharding/offload.py"}
+
+
+def test_streams_of_cuda_are_asked_for_in_one_place() -> None:
+    calls = re.compile(r"torch\.cuda\.(stream|Stream|Event|current_stream|synchronize)\b")
+    folder = FOLDERS["byteps_py"]
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.py") if calls.search(path.read_text())}
+    assert found == WITH_STREAMS
+
+
 #: They may need torch. The backend's registration imports it when torch calls it.
 WITH_TORCH = {"torch", "parallel", "tools", "checkpoint", "ray"}
 

@@ -131,6 +131,7 @@ class StandInDevice:
         self._log: list[Access] = []
         self._watched: list[tuple[int, int]] = []
         self._locked: list[range] = []
+        self._pinned: list[torch.Tensor] = []
         self._thread = threading.local()
         self._default = self.new_stream(self.device)
 
@@ -223,6 +224,17 @@ class StandInDevice:
     def host(self, memory: memoryview, is_write: bool, what: str) -> None:
         """The host reads or writes ``memory``."""
         self.access(HOST, *span_of(memory), is_write, what)
+
+    def host_tensor(self, tensor: torch.Tensor, what: str) -> None:
+        """The host reads a contiguous ``tensor`` of its own memory."""
+        self.access(HOST, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, False, what)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, of the host's memory, takes part as long as this device is there."""
+        self._pinned.append(tensor)
+        with self._lock:
+            self._watched.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        return tensor
 
     def access(self, actor: int, start: int, stop: int, is_write: bool, what: str) -> None:
         """An access now. An earlier one that nothing orders before it is a race, if one of both writes."""
@@ -440,7 +452,11 @@ class MakesTensors(TorchFunctionMode):
         targets = [each for each in given if isinstance(each, torch.device) and each.type == "cuda"]
         if any(isinstance(each, StandInTensor) for each in given):
             return func(*args, **kwargs)
+        if kwargs.pop("pin_memory", False):
+            return self._device.pinned(func(*args, **kwargs))
         if not targets:
+            if func is torch.Tensor.tolist:  # no operation of its own
+                self._device.host_tensor(args[0], "the host reads")
             if any(isinstance(each, torch.Tensor) and self._device.is_watched(each) for each in given):
                 with Recorder(self._device, HOST):
                     return func(*args, **kwargs)

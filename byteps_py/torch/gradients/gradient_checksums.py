@@ -160,12 +160,12 @@ class GradientChecksums:
                     i for i, grad in enumerate(gradients) if grad is not None and grad.shape != self._views[i].shape
                 )
             return self._together.changed(np.frombuffer(memory, np.uint8).ctypes.data if memory else 0)
-        if self._norms is not None:
+        if self._norms is not None and self._slot_view is not None:
             norms = _norms(gradients)
             if norms.shape != self._norms.shape:
                 return 0
             given = [position for position, grad in enumerate(gradients) if grad is not None]
-            self._comparison = _NormComparison(self._norms, norms, given)
+            self._comparison = _NormComparison(self._norms, norms, given, self._slot_view)
         return None
 
     def changed_on_device(self) -> int | None:
@@ -175,14 +175,17 @@ class GradientChecksums:
 
 
 class _NormComparison:
-    """Compares norms on a GPU as bits, because NaN is not equal to NaN. ``positions``: of the gradients."""
+    """Compares norms on a GPU as bits, because NaN is not equal to NaN. ``positions``: of the gradients, which
+    ``slot_view`` has sent."""
 
-    def __init__(self, before: torch.Tensor, after: torch.Tensor, positions: Sequence[int]) -> None:
+    def __init__(
+        self, before: torch.Tensor, after: torch.Tensor, positions: Sequence[int], slot_view: PieceView
+    ) -> None:
         self._positions = positions
         differ = before.view(torch.int64) != after.view(torch.int64)
         self._differ = torch.empty(differ.shape, dtype=torch.bool, device="cpu", pin_memory=differ.is_cuda)
         self._differ.copy_(differ, non_blocking=True)
-        self._copied = torch.cuda.current_stream(differ.device).record_event() if differ.is_cuda else None
+        self._copied = slot_view.mover.queued()
 
     def result(self) -> int | None:
         """The position of the first gradient whose norm has changed; None if none has."""

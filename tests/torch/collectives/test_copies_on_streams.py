@@ -4,12 +4,13 @@ that orders something is needed: without it, one of these programs has a race.""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import mmap
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from byteps_py.torch.collectives.group_work import ServiceWork
 from byteps_py.torch.collectives.message_channels import OwnChannel
 from byteps_py.torch.collectives.slot_view import CPU, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Call
+from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Scratch
+from byteps_py.torch.gradients.hosted.timings import BackwardSteps, _on_this_stream
 from byteps_py.wire.chunks import CHUNK_BYTES
 
 MACHINES = (2, 1)
@@ -324,6 +327,61 @@ def check_lifetimes(results: Sequence[Sequence[torch.Tensor]]) -> None:
     assert all(torch.equal(found[0], values(rank, (PAGE,))) for rank, found in enumerate(results))
 
 
+def norms(rank: int, device: StandInDevice) -> list[torch.Tensor]:
+    """Whether a gradient has changed since it was sent is found on the device, and read by the host later."""
+    (view,) = current().slot_views([request("norms", device)])
+    for is_changed in (False, True):
+        checksums = GradientChecksums(Scratch(), lambda gradients: gradients)
+        gradient = device.tensor(values(rank, (700,)))
+        checksums.send(view, [gradient])
+        view.wait()
+        if is_changed:
+            gradient.add_(1)
+        assert checksums.changed([gradient]) is None
+        assert checksums.changed_on_device() == (0 if is_changed else None)
+    return []
+
+
+def check_nothing(results: Sequence[Sequence[torch.Tensor]]) -> None: ...
+
+
+def hosted_steps(rank: int, device: StandInDevice) -> list[torch.Tensor]:
+    """Steps of hosted optimizers read parameters on other threads, as they were."""
+    nothing: Any = None
+    backward = BackwardSteps(current(), nothing, nothing, nothing)
+    found: list[torch.Tensor] = []
+    stream = device.new_stream(device.device)
+    with device.using(stream):
+        for _ in range(2):
+            parameter = device.tensor(values(rank, (300,)))
+            parameter.add_(1)
+            params: Any = [parameter]
+            (aside,) = backward.from_now({device.device})
+
+            def read(parameter: torch.Tensor = parameter) -> None:
+                found.append(parameter.cpu())
+
+            def read_aside(aside: Any = aside, read: Any = read) -> None:
+                with aside():
+                    read()
+
+            for run in (read_aside, _on_this_stream(cast(Any, read), params)):
+                thread = threading.Thread(target=contextvars.copy_context().run, args=(run,))
+                thread.start()
+                thread.join()
+    return found
+
+
+def check_hosted_steps(results: Sequence[Sequence[torch.Tensor]]) -> None:
+    for rank, found in enumerate(results):
+        assert all(torch.equal(each, values(rank, (300,)) + 1) for each in found)
+        assert len(found) == 4
+
+
+def request(name: str, device: StandInDevice) -> TensorRequest:
+    return TensorRequest(TensorSpec(name, DType.FLOAT32, (700,)), torch.float32, ((700,),), device.device)
+
+
 Program = Callable[[int, StandInDevice], list[torch.Tensor]]
 #: The shortest first: each call is left out in the first ones that make it.
 PROGRAMS: list[tuple[Program, Callable[[Sequence[Sequence[torch.Tensor]]], None]]] = [
@@ -332,6 +390,8 @@ PROGRAMS: list[tuple[Program, Callable[[Sequence[Sequence[torch.Tensor]]], None]
     (hooks, check_hooks),
     (own_messages, check_own_messages),
     (works, check_works),
+    (norms, check_nothing),
+    (hosted_steps, check_hosted_steps),
     (places, check_places),
     (large_sums, check_large_sums),
     (gathers, check_gathers),

@@ -26,6 +26,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -177,10 +178,10 @@ def _on_this_stream(work: Work, params: Sequence[torch.nn.Parameter]) -> Work:
     device = next((param.device for param in params), None)
     if device is None or device.type != "cuda":
         return work
-    stream = torch.cuda.current_stream(device)
+    here = contexts.current().mover(device).here()
 
     def run() -> list[BucketStep] | None:
-        with torch.cuda.stream(stream):
+        with here:
             return work()
 
     return run
@@ -263,7 +264,7 @@ class BackwardSteps:
 
     def __init__(self, context: Context, delivery: ToOwner, states: BucketStates, upcoming: NextStep) -> None:
         self._context, self._delivery, self._states, self._next = context, delivery, states, upcoming
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._aside: dict[torch.device, Callable[[], AbstractContextManager[object]]] = {}
         #: From its first hand-over to the end of its step; None as long as there are no states, in the first step.
         self.round: BackwardRound | None = None
 
@@ -281,7 +282,7 @@ class BackwardSteps:
         except (TypeError, ValueError, LookupError):
             return None  # step() reads them again, and says what is wrong
         params = [param for bucket in buckets for param in bucket.params]
-        streams = self._streams_from_now({param.device for param in params})
+        from_now = self.from_now({param.device for param in params})
         new = BackwardRound(numbers, params)
 
         def agree() -> bool:
@@ -294,25 +295,28 @@ class BackwardSteps:
 
         def begin(handed: HandedOver) -> None:
             with contextlib.ExitStack() as stack:
-                for stream in streams:
-                    stack.enter_context(torch.cuda.stream(stream))
+                for aside in from_now:
+                    stack.enter_context(aside())
                 self._begin(new, handed)
 
         new.start(agree, begin)
         return new
 
-    def _streams_from_now(self, devices: set[torch.device]) -> list[torch.cuda.Stream]:
-        """Streams on which the round's thread reads parameters on CUDA as they are when the round begins, without
+    def from_now(self, devices: set[torch.device]) -> list[Callable[[], AbstractContextManager[object]]]:
+        """Contexts in which the round's thread reads parameters on CUDA as they are when the round begins, without
         waiting for the rest of the backward pass. Parameters on the CPU need none."""
-        streams = []
+        found = []
         for device in devices:
             if device.type == "cuda":
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device)
-                stream = self._streams[device]
-                stream.wait_event(torch.cuda.current_stream(device).record_event())
-                streams.append(stream)
-        return streams
+                mover = self._context.mover(device)
+                if device not in self._aside:
+                    self._aside[device] = mover.aside()
+                aside, queued = self._aside[device], mover.queued()
+                if queued is not None:
+                    with aside():
+                        queued.order()
+                found.append(aside)
+        return found
 
     def _may_begin(self, numbers: GroupNumbers, buckets: Sequence[Bucket]) -> bool:
         """False if something has to be made, or is wrong, that step() finds before any step is begun."""
