@@ -526,7 +526,7 @@ def test_a_server_in_a_container_that_is_started_by_hand(cluster: Cluster) -> No
     with (
         shell(at_own_places(line, places), cluster.context) as container,
         breaking.launch("", DMLC_ROLE="scheduler", **where),
-        breaking.launch("", "short", DMLC_ROLE="worker", **where) as job,
+        breaking.launch("", "short", DMLC_ROLE="worker", DMLC_WORKER_ID="0", **where) as job,
     ):
         assert job.end() == 0, job.text
         output, _ = container.communicate(timeout=60)
