@@ -26,8 +26,16 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.seal import KEY_BYTES, Digester, Protection, Seal, new_digester, new_seal
-from byteps_py.dataplane.stream_seal import StreamSeal, new_stream_seal
+from byteps_py.dataplane.seal import (
+    KEY_BYTES,
+    Digester,
+    Protection,
+    Seal,
+    StreamSeal,
+    new_digester,
+    new_seal,
+    new_stream_seal,
+)
 from byteps_py.errors import ProtocolError
 from byteps_py.security import auth
 from byteps_py.wire.data_link import VERSION

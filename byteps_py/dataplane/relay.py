@@ -6,7 +6,7 @@ rank ──who it is, the other rank's address, HELLO──► relay        stre
      ◄══════════════ handshake, and all that follows, between the two ranks ═══════════►
 
 A relay moves bytes and reads none: the two ranks authenticate each other through it, and what they send is sealed for
-each other (stream_seal.py). Linux moves them from socket to socket without a copy (splice). Only members of the job may
+each other (seal.py). Linux moves them from socket to socket without a copy (splice). Only members of the job may
 call, and only hosts of the job's machines are called. If either end closes, or fails, so does the other.
 """
 

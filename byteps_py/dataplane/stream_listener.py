@@ -27,7 +27,7 @@ from typing import Generic, Protocol, TypeVar
 
 from byteps_py.config.addresses import is_ipv6, joined
 from byteps_py.dataplane.handshake import CallerHandshake
-from byteps_py.dataplane.stream_seal import StreamSeal
+from byteps_py.dataplane.seal import StreamSeal
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger

@@ -7,8 +7,7 @@ import socket
 import struct
 from typing import Any, cast
 
-from byteps_py.dataplane.seal import Protection
-from byteps_py.dataplane.stream_seal import new_stream_seal
+from byteps_py.dataplane.seal import Protection, new_stream_seal
 from byteps_py.session.peers.link_socket import LinkSocket
 from byteps_py.session.peers.peer_connector import NewConnection
 

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from support.connected import LANES, SETTINGS, WAIT_S, ConnectedRank, connect, connected
 
-from byteps_py.dataplane.seal import Protection
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, FrameHeader, StreamFrameKind, new_stream_seal
+from byteps_py.dataplane.seal import FRAME_BYTES, FrameHeader, Protection, StreamFrameKind, new_stream_seal
 from byteps_py.errors import MismatchError, PeerLostError, ProtocolError, StallError
 from byteps_py.session.peers import peer_protocol, peer_transport
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Stream, StreamReceipt

@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
+from byteps_py.dataplane.seal import FrameHeader, StreamFrameKind
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers.resumable_stream import (
     MOST_UNREPORTED_FRAMES,

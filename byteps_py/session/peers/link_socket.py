@@ -20,8 +20,7 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from byteps_py.dataplane.link_usage import TcpCounters, tcp_counters
-from byteps_py.dataplane.seal import Data
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, HEADER_BYTES, FrameHeader, StreamFrameKind, StreamSeal
+from byteps_py.dataplane.seal import FRAME_BYTES, FRAME_HEADER_BYTES, Data, FrameHeader, StreamFrameKind, StreamSeal
 from byteps_py.session.peers.peer_connector import NewConnection
 from byteps_py.session.peers.resumable_stream import ResumableStream
 
@@ -67,10 +66,10 @@ class FrameReader:
 
     def __init__(self, opening: StreamSeal, stream: ResumableStream, sink: FrameSink) -> None:
         self._opening, self._stream, self._sink = opening, stream, sink
-        self._buffer = memoryview(bytearray(HEADER_BYTES + FRAME_BYTES + _MOST_TAG_BYTES + _AHEAD_BYTES))
+        self._buffer = memoryview(bytearray(FRAME_HEADER_BYTES + FRAME_BYTES + _MOST_TAG_BYTES + _AHEAD_BYTES))
         self._first = self._last = 0  # in the buffer: the bytes that have arrived and were not processed
         self._placing: _Placing | None = None
-        self._due = HEADER_BYTES  # bytes of the frame at ``_first``, as far as is known
+        self._due = FRAME_HEADER_BYTES  # bytes of the frame at ``_first``, as far as is known
         #: The last read took all that there was.
         self.is_drained = False
 
@@ -80,7 +79,7 @@ class FrameReader:
         placing = self._placing
         if placing is not None:
             rest = placing.view[placing.got :]
-            end = self._last + self._opening.tag_bytes + HEADER_BYTES
+            end = self._last + self._opening.tag_bytes + FRAME_HEADER_BYTES
             nbytes = sock.recvmsg_into((rest, self._buffer[self._last : end]))[0]
             self.is_drained = nbytes < len(rest)
             part = min(nbytes, len(rest))
@@ -108,20 +107,20 @@ class FrameReader:
     def _next(self) -> bool:
         """Process the next frame. False if not all of it is here."""
         opening, first, here = self._opening, self._first, self._last - self._first
-        self._due = HEADER_BYTES
-        if here < HEADER_BYTES:
+        self._due = FRAME_HEADER_BYTES
+        if here < FRAME_HEADER_BYTES:
             return False
         header = opening.header_of(self._buffer, first)
         self._stream.check(header)
-        body = first + HEADER_BYTES
-        due = HEADER_BYTES + header.nbytes + opening.tag_bytes
+        body = first + FRAME_HEADER_BYTES
+        due = FRAME_HEADER_BYTES + header.nbytes + opening.tag_bytes
         if here < due:
             is_placed = opening.is_readable and header.nbytes and self._stream.is_next(header)
             place = self._sink.place() if is_placed else None
             if place is None or len(place) < header.nbytes:
                 self._due = due
                 return False
-            part = min(here - HEADER_BYTES, header.nbytes)
+            part = min(here - FRAME_HEADER_BYTES, header.nbytes)
             place[:part] = self._buffer[body : body + part]
             packed = bytes(self._buffer[first:body])
             self._placing = _Placing(header, packed, place[: header.nbytes], part)

@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol
 from byteps_py.config.addresses import joined
 from byteps_py.dataplane.link_usage import TcpCounters
 from byteps_py.dataplane.long_links import share_evenly
+from byteps_py.dataplane.seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind
 from byteps_py.dataplane.stream_listener import end_when_silent
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender

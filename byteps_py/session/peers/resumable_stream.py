@@ -15,8 +15,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 
-from byteps_py.dataplane.seal import Data
-from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
+from byteps_py.dataplane.seal import Data, FrameHeader, StreamFrameKind
 from byteps_py.errors import ProtocolError
 
 #: A receiver reports the frames that it has received after so many bytes or frames, unless a frame that it sends anyway
