@@ -163,20 +163,26 @@ class OnStreams:
 COUNT = 70_000
 
 
+def collectives_on(
+    cluster: DeviceCluster, store: Store, plan: LocalSumPlan, rank: int, device: StandInDevice
+) -> tuple[GroupCollectives, LocalGroupAllReduce]:
+    members = members_of(cluster, rank)
+    group_context = group_of(members, store)
+
+    def connected(store: Store, place: int, size: int, _: torch.device) -> Any:
+        return OnStreams(connect(store, place, size, torch.device("cpu")), device)
+
+    local = LocalGroupAllReduce(members, group_context, store, plan, connected)
+    return GroupCollectives(members, group_context, Completer(), None, None, local), local
+
+
 def run_on_devices(plan: LocalSumPlan, drop: Site | None = None) -> tuple[list[list[torch.Tensor]], DeviceCluster]:
     """The caller computes on its stream before and after, and goes on while sums are under way."""
     cluster = DeviceCluster((sum(map(len, plan.groups)),) * 2, drop=drop)
     store = dist.HashStore()
 
     def main(rank: int, device: StandInDevice) -> list[torch.Tensor]:
-        members = members_of(cluster, rank)
-        group_context = group_of(members, store)
-
-        def connected(store: Store, place: int, size: int, _: torch.device) -> Any:
-            return OnStreams(connect(store, place, size, torch.device("cpu")), device)
-
-        local = LocalGroupAllReduce(members, group_context, store, plan, connected)
-        collectives = GroupCollectives(members, group_context, Completer(), None, None, local)
+        collectives, local = collectives_on(cluster, store, plan, rank, device)
         found = []
         with device.using(device.new_stream(device.device)):
             tensors = [device.tensor(values(rank + 100 * i, torch.float32, COUNT)) for i in range(3)]
@@ -207,6 +213,30 @@ def test_sums_of_a_device_are_ordered(name: str) -> None:
         parts = [values(rank + 100 * i, torch.float32, COUNT) * 2 for rank in range(cluster.size)]
         want = reference(parts, 2, plan, False) + 1
         assert all(torch.equal(found[i], want) for found in results)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_sums_take_little_memory_of_the_device(name: str) -> None:
+    """Two slices of each sum under way, or two tensors on a root; and three tensors more, however many there are."""
+    plan = PLANS[name]
+    cluster = DeviceCluster((sum(map(len, plan.groups)),) * 2)
+    store = dist.HashStore()
+    sums = 6
+
+    def main(rank: int, device: StandInDevice) -> int:
+        collectives, local = collectives_on(cluster, store, plan, rank, device)
+        tensors = [device.tensor(values(rank, torch.float32, COUNT)) for _ in range(sums)]
+        before = device.most_bytes = device.used_bytes
+        works = [collectives.reduce(Call("all_reduce", [each], 20.0), [each], Reduction()) for each in tensors]
+        for work in works:
+            work.wait()
+        collectives.finish()
+        local.close()
+        return device.most_bytes - before
+
+    most = max(cluster.on_devices(main)) / (4 * COUNT)
+    slices = 2 if plan.root is not None else 2 / len(plan.groups[0])
+    assert most < sums * slices + 3 + 0.01
 
 
 def test_each_call_that_orders_them_is_needed() -> None:
