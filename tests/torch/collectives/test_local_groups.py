@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import Store
 from byteps_py.errors import ConfigurationError, MismatchError, StallError, UsageError
 from byteps_py.tensors import Op
 from byteps_py.topology import nvlink
+from byteps_py.topology.choice import choose
 from byteps_py.topology.local_plan import LocalStrategy
-from byteps_py.topology.local_sums import LocalSumPlan
+from byteps_py.topology.local_sums import LocalSumPlan, plan_local_sums
 from byteps_py.topology.machine_topology import MachineTopology
 from byteps_py.torch.collectives.all_reduce.local_groups import LocalGroupAllReduce, agreed_plan, connect
 from byteps_py.torch.collectives.completion import Completer
@@ -126,6 +127,18 @@ def test_sums_have_the_bits_of_the_stated_order(name: str, machines: int) -> Non
                 if plan.keeps_order:
                     sizes = (len(parts) // machines,) * machines
                     assert torch.equal(want, contract(parts, sizes, average=average))
+
+
+@pytest.mark.parametrize("name", ["paper-pcie", "paper-nvlink", "aws-p4d-24xl"])
+def test_sums_of_recorded_machines(name: str, tmp_path: Path) -> None:
+    """Two of them, with a rank for each of their 8 GPUs."""
+    plan = plan_local_sums(choose(recorded(name, tmp_path)), 8, "auto")
+    for dtype in (torch.float32, torch.bfloat16):
+        found = sums_of(2, plan, dtype, 1003)
+        for i in range(3):
+            parts = [values(rank + 100 * i, dtype, 1003) for rank in range(16)]
+            want = reference(parts, 2, plan, i == 1)
+            assert all(torch.equal(tensors[i], want) for tensors in found)
 
 
 def test_groups_round_in_another_order() -> None:
