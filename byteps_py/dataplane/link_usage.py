@@ -28,6 +28,7 @@ _ACKED, _BUSY, _INFO_BYTES = 120, 168, 184
 _US = 1e-6
 #: Of so many peers a report tells: more are no better evidence.
 _MOST_PEERS = 32
+_EVERY_S = 0.4  # reports, at most
 
 
 class TcpCounters(NamedTuple):
@@ -71,10 +72,10 @@ def tcp_counters(descriptor: int) -> TcpCounters | None:
 
 
 class UsageMeter:
-    """Counts the bytes sent to each peer between two reports. A report is due every ``every_s`` seconds."""
+    """Counts the bytes sent to each peer between two reports."""
 
-    def __init__(self, every_s: float = 0.4, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every_s, self._clock = every_s, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._reported_s = clock()
         self._before: dict[int, dict[int, TcpCounters]] = {}  # by peer and descriptor
 
@@ -85,7 +86,7 @@ class UsageMeter:
         from byteps_py.proto import control_pb2 as pb  # ranks count as well, and need no messages of the scheduler
 
         now_s = self._clock()
-        if now_s - self._reported_s < self._every_s:
+        if now_s - self._reported_s < _EVERY_S:
             return []
         self._reported_s = now_s
         before, self._before, found = self._before, {}, dict[int, pb.LinkUsage]()

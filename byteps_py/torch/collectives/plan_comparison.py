@@ -82,7 +82,7 @@ class PlanComparison:
 
         Raises MismatchError if some have not.
         """
-        found = self._values_by_rank("closure", _ENDED if evaluations is None else evaluations)
+        found = self._values_by_rank(_ENDED if evaluations is None else evaluations)
         if len(set(found.values())) > 1:
             where = "; ".join(
                 f"rank {rank} {'has ended its step' if at == _ENDED else f'evaluates it for time {at}'}"
@@ -119,11 +119,11 @@ class PlanComparison:
         here = f" ({plan[at][0]!r} here)" if at < len(plan) and plan[at][0] else ""
         return f"ranks disagree about the {self._subject}, first at number {at}{here}: {each}. {self._advice}"
 
-    def _values_by_rank(self, what: str, mine: int) -> dict[int, int]:
+    def _values_by_rank(self, mine: int) -> dict[int, int]:
         """Each rank's value, which is above 0. Ranks that have called join() are missing."""
         values = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
         values[self._ranks.index(self._context.session.rank)] = mine
-        found = self._max(what, values).tolist()
+        found = self._max("closure", values).tolist()
         return {rank: value for rank, value in zip(self._ranks, found, strict=True) if value}
 
     def _max(self, what: str, values: torch.Tensor) -> torch.Tensor:
