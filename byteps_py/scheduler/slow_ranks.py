@@ -407,7 +407,7 @@ def _explained(
         usual_s[kind] = statistics.median(each.own_s / each.pieces for each in pieces) if pieces else 0.0
         longer_s[kind] = part.own_s - part.pieces * usual_s[kind]
     total = max(sum(longer_s.values()), 1e-9)
-    share = own.own_s / own.elapsed_s
+    share = min(own.own_s / own.elapsed_s, 1.0)
     detail = f"its own work takes {share:.0%} of the time, that of the others {share - price:.0%}"
     long, count = _long_pieces(own.parts, usual_s, longer_s, total)
     if count and long < _PAUSE_PIECES * count:

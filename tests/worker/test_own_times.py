@@ -79,6 +79,15 @@ def test_own_time_lies_between_operations() -> None:
     assert own.report() is None
 
 
+def test_time_counts_once_while_a_long_operation_goes_on() -> None:
+    own = OwnTimes(1, warm_up_s=0)
+    own.add([span(1, 0, 0, 10), span(2, 0, 20, 100), *(span(3 + n, 0, 30 + 10 * n, 31 + 10 * n) for n in range(5))])
+    report = own.report()
+    assert report is not None
+    assert report.elapsed_s == pytest.approx(0.09)
+    assert report.own_s == pytest.approx(0.06)  # 10 before the second, 50 until the last one began
+
+
 def test_the_stage_is_the_place_in_the_pipelines_group() -> None:
     own = OwnTimes(1, warm_up_s=0)
     own.add([span(1, 0, 0, 10), span(2, 0, 20, 30, FlightGroup(2, "p", "mesh_pp", (0, 1)))])

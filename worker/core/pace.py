@@ -273,7 +273,8 @@ class OwnTimes:
         self._rank = rank
         self._warm_up_s = warm_up_s
         self._counts_from_ns: float | None = None
-        self._last: FlightSpan | None = None
+        self._last: FlightSpan | None = None  # the one that ends last
+        self._begun_ns = 0.0  # when the latest one began
         self._stage = 0
         self._elapsed_s = self._own_s = 0.0
         self._parts: dict[int, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # count, sum, sum of squares
@@ -288,7 +289,9 @@ class OwnTimes:
                 self._counts_from_ns = span.enqueued_ns + self._warm_up_s / _NS
             if last is not None and last.enqueued_ns >= self._counts_from_ns:
                 is_over = last.ended_ns <= span.enqueued_ns
-                own_s = max(span.enqueued_ns - (last.ended_ns if is_over else last.enqueued_ns), 0) * _NS
+                # Several may have begun since the one that ends last: the time before them is counted.
+                since_ns = max(last.ended_ns if is_over else last.enqueued_ns, self._begun_ns)
+                own_s = max(span.enqueued_ns - since_ns, 0) * _NS
                 self._own_s += own_s
                 self._elapsed_s += max(span.ended_ns - last.ended_ns, 0) * _NS
                 part = self._parts[_kind(span, last)]
@@ -297,6 +300,7 @@ class OwnTimes:
                 part[2] += own_s * own_s
             if last is None or span.ended_ns >= last.ended_ns:
                 self._last = span
+            self._begun_ns = max(self._begun_ns, span.enqueued_ns)
 
     def report(self) -> pb.RankSpans | None:
         """Since the last report; None if no operation has ended."""
