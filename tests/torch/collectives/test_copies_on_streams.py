@@ -406,7 +406,10 @@ def run(
     return cluster.on_devices(program), cluster
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["one block", "separate"])
+@pytest.mark.parametrize(
+    "shared_memory",
+    [pytest.param(True, id="one block"), pytest.param(False, marks=pytest.mark.slow, id="separate")],
+)
 @pytest.mark.parametrize(("program", "check"), PROGRAMS, ids=lambda each: each.__name__)
 def test_sums_are_right_and_all_copies_are_ordered(program: Program, check: Any, shared_memory: bool) -> None:
     results, cluster = run(program, shared_memory)

@@ -116,17 +116,16 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_sums_have_the_bits_of_the_stated_order(name: str, machines: int) -> None:
     plan = PLANS[name]
-    for dtype in DTYPES:
-        for count in (1, 1003):
-            found = sums_of(machines, plan, dtype, count)
-            for i in range(3):
-                parts = [values(rank + 100 * i, dtype, count) for rank in range(len(found))]
-                average = i == 1 and dtype.is_floating_point
-                want = reference(parts, machines, plan, average)
-                assert all(torch.equal(tensors[i], want) for tensors in found), (dtype, count, i)
-                if plan.keeps_order:
-                    sizes = (len(parts) // machines,) * machines
-                    assert torch.equal(want, contract(parts, sizes, average=average))
+    for dtype, count in [*((dtype, 1003) for dtype in DTYPES), (torch.float32, 1)]:
+        found = sums_of(machines, plan, dtype, count)
+        for i in range(3):
+            parts = [values(rank + 100 * i, dtype, count) for rank in range(len(found))]
+            average = i == 1 and dtype.is_floating_point
+            want = reference(parts, machines, plan, average)
+            assert all(torch.equal(tensors[i], want) for tensors in found), (dtype, count, i)
+            if plan.keeps_order:
+                sizes = (len(parts) // machines,) * machines
+                assert torch.equal(want, contract(parts, sizes, average=average))
 
 
 @pytest.mark.parametrize("name", ["paper-pcie", "paper-nvlink", "aws-p4d-24xl"])

@@ -92,8 +92,6 @@ class LocalSumWork(GroupWork):
         self._wait_in_slices(deadline, self._await)
         if self.failure is not None:
             raise self.failure
-        if self._finish is not None:
-            self._finish()
 
     def _await(self, timeout_s: float) -> None:
         if not self.done.wait(timeout_s):
