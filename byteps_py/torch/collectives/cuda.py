@@ -252,6 +252,7 @@ class CudaCopier:
         with self._lock, self._streams.using(self._in):
             for view, output in zip(views, outputs, strict=True):
                 output.copy_(view, non_blocking=True)  # converted on the device
+                output.record_stream(cast(torch.cuda.Stream, self._in))  # it may have come from another stream
         caller.wait_stream(self._in)
 
     def finish_fetches(self) -> None:

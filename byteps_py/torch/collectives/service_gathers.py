@@ -16,6 +16,7 @@ from byteps_py.tensors import Layout, Op, Sizes
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_work import GroupContext, ServiceWork
 from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.movers import QueuedWork
 from byteps_py.torch.collectives.slot_view import Place, SlotView
 from byteps_py.torch.collectives.tensor_bytes import device_of, octets, places_of, ranges_of
 from byteps_py.torch.collectives.work import Call
@@ -102,7 +103,11 @@ class ServiceGathers:
             name = f"{self._members.prefix}.{op.name.lower()}.{number}"
             view.declare_bytes(name, op, self._members.spec_group, *round_.capacity)
 
+            kept: QueuedWork | None = None
+
             def deliver() -> None:
+                if kept is not None:
+                    kept.order()  # the caller may wait on another stream than that on which it has called
                 view.fetch_places(device, round_.incoming)
                 if call.finish is not None:
                     call.finish()
@@ -117,6 +122,8 @@ class ServiceGathers:
                 for target, source in round_.kept:
                     if target.data_ptr() != source.data_ptr():
                         target.copy_(source)
+            if round_.kept and device.type != "cpu":
+                kept = view.queued(device)
         return work
 
     def _keep_own(self, op: Op, outgoing: Octets, incoming: Octets) -> list[tuple[torch.Tensor, torch.Tensor]]:

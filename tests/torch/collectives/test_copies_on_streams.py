@@ -14,18 +14,22 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_values
 from support.stand_in_device import Site, StandInDevice
 from support.stand_in_ranks import DeviceCluster
-from support.threaded import ThreadedCluster, contract
+from support.threaded import ThreadedCluster, ThreadedSession, contract
 
 import byteps_py.torch as bps
 from byteps_py.errors import NotInitializedError
 from byteps_py.system.shm import PAGE
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import current
 from byteps_py.torch.collectives.cuda import CudaCopier
-from byteps_py.torch.collectives.group_work import ServiceWork
+from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer, Reduction
+from byteps_py.torch.collectives.group_work import CallLog, GroupContext, ServiceWork
+from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.message_channels import OwnChannel
 from byteps_py.torch.collectives.slot_view import CPU, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Call
@@ -135,7 +139,8 @@ def gathers(rank: int, device: StandInDevice) -> list[torch.Tensor]:
             x = device.tensor(values(rank, (40 + rank, 7)))
             x.add_(turn)
             handles = [bps.allgather_async(x * (i + 1), name=f"{i}") for i in range(3)]
-            found += [bps.synchronize(handle) for handle in handles]
+            with device.using(device.new_stream(device.device)):
+                found += [bps.synchronize(handle).cpu() for handle in handles]
             found.append(bps.alltoall(x, [1, 0, 2], name="x")[0])
             found.append(bps.reducescatter(x[:6] * 2, op=bps.Sum, name="x"))
         return [each.cpu() for each in found]
@@ -272,6 +277,56 @@ def check_own_messages(results: Sequence[Sequence[torch.Tensor]]) -> None:
     assert all(torch.equal(each, values(rank, (300,)) * 2) for rank, found in enumerate(results) for each in found)
 
 
+def group_calls(rank: int, device: StandInDevice) -> list[torch.Tensor]:
+    """Operations of a process group, all under way at once; each result is used on another stream."""
+    context, session = current(), cast(ThreadedSession, current().session)
+    members = Members(context, session, tuple(range(SIZE)), rank, "group")
+    with session.cluster.state:
+        store = vars(session.cluster).setdefault("store", dist.HashStore())
+    collectives = GroupCollectives(members, GroupContext(session, 20.0, CallLog(members, store), 5.0), Completer())
+    found = []
+    for turn in range(2):
+        with device.using(device.new_stream(device.device)):
+            x = device.tensor(values(rank, (300,)))
+            x.add_(turn)
+            sums = x + 0
+            share, root = torch.empty_like(x[:100]), x + 0
+            rows, parts = torch.empty_like(x).expand(SIZE, 300).contiguous(), torch.empty_like(x)
+            piece: Any = [torch.empty_like(x[:100]) for _ in range(SIZE)]
+            works = [
+                collectives.reduce(Call("all_reduce", [sums], 20.0), [sums], Reduction()),
+                collectives.reduce_scatter(Call("reduce_scatter", [share], 20.0), [x], Reduction()),
+                collectives.broadcast(Call("broadcast", [root], 20.0), 1),
+                collectives.move_evenly(Op.GATHER, "all_gather", x, rows, 20.0),
+                collectives.move_evenly(Op.EXCHANGE, "all_to_all", x, parts, 20.0),
+                collectives.move(
+                    "exchange", GroupTransfer.exchange([[each] for each in x.chunk(SIZE)], [[e] for e in piece]), 20.0
+                ),
+            ]
+        outputs = [[sums], [share], [root], [rows], [parts], piece]
+        for work, results in zip(works, outputs, strict=True):
+            with device.using(device.new_stream(device.device)):
+                work.wait()
+                found += [result.cpu() for result in results]
+    collectives.finish()
+    return found
+
+
+def check_group_calls(results: Sequence[Sequence[torch.Tensor]]) -> None:
+    for turn in range(2):
+        x = [values(rank, (300,)) + turn for rank in range(SIZE)]
+        total = contract(x, MACHINES)
+        for rank, found in enumerate(results):
+            sums, share, root, rows, parts, *piece = found[turn * 8 : turn * 8 + 8]
+            exchanged = torch.cat([each.chunk(SIZE)[rank] for each in x])
+            assert torch.equal(sums, total)
+            assert torch.equal(share, total.chunk(SIZE)[rank])
+            assert torch.equal(root, x[1])
+            assert torch.equal(rows, torch.stack(x))
+            assert torch.equal(parts, exchanged)
+            assert torch.equal(torch.cat(list(piece)), exchanged)
+
+
 class SlowSession:
     """Takes contributions only after ``go``."""
 
@@ -302,6 +357,12 @@ def lifetimes(rank: int, device: StandInDevice) -> list[torch.Tensor]:
         y = torch.empty_like(x)
         copier.adopt(memory[: 6 * PAGE])  # another slot, of which a part is locked already
         copier.fetch([view[:PAGE]], [y])
+        z = torch.empty_like(x)
+        other = device.new_stream(device.device)
+        other.wait_stream(device.current(device.device))
+        with device.using(other):
+            copier.fetch([view[:PAGE]], [z])
+        del z  # before the stream that it came from has waited
         copier.adopt(memory)
         session.go.set()
         for departure in departures:
@@ -392,6 +453,7 @@ PROGRAMS: list[tuple[Program, Callable[[Sequence[Sequence[torch.Tensor]]], None]
     (works, check_works),
     (norms, check_nothing),
     (hosted_steps, check_hosted_steps),
+    (group_calls, check_group_calls),
     (places, check_places),
     (large_sums, check_large_sums),
     (gathers, check_gathers),
