@@ -43,11 +43,22 @@ class WatchedSession(ThreadedSession):
         self._chunks: dict[Slot, int] = {}
 
     def _declare(self, spec: TensorSpec) -> None:
+        if (before := self._slots.get(spec.name)) is not None:
+            self._give_away(before)
         super()._declare(spec)
         old = self._slots[spec.name]
         new = {id(memory): self._pages(memory.nbytes) for memory in (*old.inputs, old.result)}
         inputs = tuple(new[id(memory)] for memory in old.inputs)
         self._slots[spec.name] = Slot(spec, inputs, new[id(old.result)])
+
+    def join(self, timeout_s: float | None = None) -> int:
+        for slot in self._slots.values():
+            self._give_away(slot)
+        return super().join(timeout_s)
+
+    def _give_away(self, slot: Slot) -> None:
+        for memory in {id(memory): memory for memory in (*slot.inputs, slot.result)}.values():
+            self.device.host(memory, True, "the service gives a slot's memory to others")
 
     def _pages(self, nbytes: int) -> memoryview:
         memory = memoryview(mmap.mmap(-1, max(1, -(-nbytes // PAGE)) * PAGE))[:nbytes]

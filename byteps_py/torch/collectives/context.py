@@ -438,6 +438,8 @@ class Context:
         for work in [*self.unfinished, *self.until_join]:
             work.finish()
         self.handles.complete_all()
+        for mover in list(self._movers.values()):
+            mover.finish_fetches()  # the memory of all slots goes to others
         last = self.session.join()
         with self.lock:
             self.joins += 1
@@ -517,6 +519,9 @@ class Context:
         self.check_caught_up()
         with self.lock:
             missing = [request for request in requests if not self._fits(request)]
+            for request in missing:
+                if (before := self._slot_views.get(request.spec.name)) is not None:
+                    before.mover.finish_fetches()  # its memory goes to another slot, or to tensors of another device
             slots = session.declare([request.spec for request in missing]) if missing else []
             for request, slot in zip(missing, slots, strict=True):
                 self._slot_views[request.spec.name] = PieceView(session, self.mover, slot, request)

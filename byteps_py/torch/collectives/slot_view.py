@@ -66,6 +66,9 @@ class SlotView:
         before = self._slot
         if before is not None and before.error is None and before.spec.agrees_with(spec) and spec.fits_in(before.spec):
             return
+        if self._fetched_by is not None:
+            self._fetched_by.finish_fetches()  # the memory goes to another slot
+            self._fetched_by = None
         self.adopt(self.session.declare([spec])[0])
 
     def declare_bytes(self, name: str, op: Op, group: tuple[int, ...], nbytes_in: int, nbytes_out: int) -> None:

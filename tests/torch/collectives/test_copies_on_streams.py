@@ -159,6 +159,31 @@ def check_gathers(results: Sequence[Sequence[torch.Tensor]]) -> None:
             assert torch.equal(found[5 * turn + 4], total[2 * rank : 2 * rank + 2])
 
 
+def turns(rank: int, device: StandInDevice) -> list[torch.Tensor]:
+    """Tensors of one name, on the device and on the host in turn."""
+    found = []
+    for where in ("device", "host", "device"):
+        x = values(rank, (3000,))
+        found.append(bps.push_pull(device.tensor(x) if where == "device" else x, average=False, name="turns"))
+    context = current()
+    view = SlotView(context.session, context.mover)
+    for count in (700, 3000, 3000):  # the slot is declared again, and its memory goes to others
+        view.declare(TensorSpec("grows", DType.FLOAT32, (count,)))
+        output = torch.empty_like(found[0][:count])
+        view.begin(device.device, [(0, device.tensor(values(rank, (count,))))])
+        view.wait(10.0)
+        view.fetch_places(device.device, [(0, output)])
+    found.append(output)
+    for _ in range(2):
+        found.append(bps.push_pull(device.tensor(values(rank, (3000,))), average=False, name="joined"))
+        context.join()
+    return [each.cpu() for each in found]
+
+
+def check_turns(results: Sequence[Sequence[torch.Tensor]]) -> None:
+    assert all(torch.equal(each, expected((3000,))) for found in results for each in found)
+
+
 def gradients(rank: int, device: StandInDevice) -> list[torch.Tensor]:
     """Contributions of buckets, some without a gradient, and a hook of DistributedDataParallel."""
     context, found, streams = current(), [], []
@@ -452,6 +477,7 @@ PROGRAMS: list[tuple[Program, Callable[[Sequence[Sequence[torch.Tensor]]], None]
     (own_messages, check_own_messages),
     (works, check_works),
     (norms, check_nothing),
+    (turns, check_turns),
     (hosted_steps, check_hosted_steps),
     (group_calls, check_group_calls),
     (places, check_places),
