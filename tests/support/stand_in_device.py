@@ -197,7 +197,7 @@ class StandInDevice:
         frame = product_frame(sys._getframe(2))
         if frame is None:
             return False
-        if frame.f_code.co_qualname.startswith("_QueuedOnCuda."):  # it only says what its caller wants
+        while frame.f_code.co_qualname.startswith("_QueuedOnCuda."):  # it only says what its caller wants
             frame = product_frame(frame.f_back) or frame
         if frame.f_code.co_qualname.startswith("CudaCopier.queued"):
             frame = product_frame(frame.f_back) or frame

@@ -133,6 +133,9 @@ class _QueuedOnCuda:
     def synchronize(self) -> None:
         self._event.synchronize()
 
+    def renewed(self) -> _QueuedOnCuda:
+        return _QueuedOnCuda(self._streams, self._device)
+
 
 class LockedPages:
     """The ranges of addresses that are locked for copies, and the memory that each holds on to. Not thread-safe.

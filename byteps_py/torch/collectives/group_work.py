@@ -274,6 +274,7 @@ class CombinedWork(GroupWork):
             work.wait()
         if self._finish is not None:
             self._finish()
+        self._comes_after(self._works)
 
     def _is_ready(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -431,6 +431,7 @@ class ServiceMessage(Message):
     def _receive(self, round_: ServiceWork, deadline: float) -> None:
         self._wait_in_slices(deadline, round_.complete)
         round_.wait()
+        self._comes_after([round_])
 
     def _is_carried_out(self) -> bool:
         return self.source is None or self.round is None or self._is_received(self.round)
@@ -570,6 +571,7 @@ class EarlyReceive(ServiceMessage):
             round_ = self._channel.resubmit(self)
             self._wait_in_slices(deadline, round_.complete)
         round_.wait()
+        self._comes_after([round_])
 
     def _wait_for_request(self, timeout_s: float) -> None:
         if not self._asked.wait(timeout_s):

@@ -28,6 +28,9 @@ class QueuedWork(Protocol):
     def synchronize(self) -> None:
         """Return when it has run."""
 
+    def renewed(self) -> QueuedWork:
+        """What the calling thread has queued on the same device by now."""
+
 
 class Mover(Protocol):
     """Copies the tensors of one device to and from slots. Any thread."""

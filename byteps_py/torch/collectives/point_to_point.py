@@ -192,6 +192,7 @@ class TakenReceive(GroupWork):
         self._wait_in_slices(deadline, self._early.complete)
         self._early.wait()
         deliver(self._early.received, self._outputs[0], self.what)
+        self._comes_after([self._early])
 
     def _is_ready(self) -> bool:
         return self._early.is_completed()
@@ -215,6 +216,7 @@ class ReceiveFromAnybody(GroupWork):
         if found is not None:
             found.wait()
             deliver(found.received, self._outputs[0], self.what)
+            self._comes_after([found])
 
     def _find(self, timeout_s: float) -> None:
         if self._found is None:

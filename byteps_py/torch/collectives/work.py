@@ -148,6 +148,12 @@ class Work(dist.Work):
     def _release(self) -> None:
         """Drop references that only an unfinished operation needs."""
 
+    def _comes_after(self, works: Iterable[Work]) -> None:
+        """The outputs are what this thread has queued by now: it has waited for ``works``, and gone on with theirs."""
+        queued = next((work._queued for work in works if work._queued is not None), None)
+        if queued is not None:
+            self._queued = queued.renewed()
+
     def _others(self) -> str:
         """The operations that other members are in, for the message of a timeout."""
         return ""

@@ -28,9 +28,9 @@ from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import current
 from byteps_py.torch.collectives.cuda import CudaCopier
 from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer, Reduction
-from byteps_py.torch.collectives.group_work import CallLog, GroupContext, ServiceWork
+from byteps_py.torch.collectives.group_work import CallLog, CombinedWork, GroupContext, ServiceWork
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.message_channels import OwnChannel
+from byteps_py.torch.collectives.message_channels import OwnChannel, ServiceChannel
 from byteps_py.torch.collectives.slot_view import CPU, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Call
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Scratch
@@ -308,7 +308,8 @@ def group_calls(rank: int, device: StandInDevice) -> list[torch.Tensor]:
     members = Members(context, session, tuple(range(SIZE)), rank, "group")
     with session.cluster.state:
         store = vars(session.cluster).setdefault("store", dist.HashStore())
-    collectives = GroupCollectives(members, GroupContext(session, 20.0, CallLog(members, store), 5.0), Completer())
+    group_context = GroupContext(session, 20.0, CallLog(members, store), 5.0)
+    collectives = GroupCollectives(members, group_context, Completer())
     found = []
     for turn in range(2):
         with device.using(device.new_stream(device.device)):
@@ -318,7 +319,12 @@ def group_calls(rank: int, device: StandInDevice) -> list[torch.Tensor]:
             share, root = torch.empty_like(x[:100]), x + 0
             rows, parts = torch.empty_like(x).expand(SIZE, 300).contiguous(), torch.empty_like(x)
             piece: Any = [torch.empty_like(x[:100]) for _ in range(SIZE)]
+            means = [x * 2, x * 3]  # as averages of integers: made after the sums
+            doubled = [collectives.reduce(Call("all_reduce", [each], 20.0), [each], Reduction()) for each in means]
+            call = Call("combined", means, 20.0, lambda means=means: [each.div_(2) for each in means])
+            combined = CombinedWork(group_context, call, doubled)
             works = [
+                combined,
                 collectives.reduce(Call("all_reduce", [sums], 20.0), [sums], Reduction()),
                 collectives.reduce_scatter(Call("reduce_scatter", [share], 20.0), [x], Reduction()),
                 collectives.broadcast(Call("broadcast", [root], 20.0), 1),
@@ -328,7 +334,10 @@ def group_calls(rank: int, device: StandInDevice) -> list[torch.Tensor]:
                     "exchange", GroupTransfer.exchange([[each] for each in x.chunk(SIZE)], [[e] for e in piece]), 20.0
                 ),
             ]
-        outputs = [[sums], [share], [root], [rows], [parts], piece]
+        outputs = [means, [sums], [share], [root], [rows], [parts], piece]
+        thread = threading.Thread(target=lambda works=works: [work.complete() for work in works])
+        thread.start()
+        thread.join()
         for work, results in zip(works, outputs, strict=True):
             with device.using(device.new_stream(device.device)):
                 work.wait()
@@ -342,7 +351,9 @@ def check_group_calls(results: Sequence[Sequence[torch.Tensor]]) -> None:
         x = [values(rank, (300,)) + turn for rank in range(SIZE)]
         total = contract(x, MACHINES)
         for rank, found in enumerate(results):
-            sums, share, root, rows, parts, *piece = found[turn * 8 : turn * 8 + 8]
+            twice, thrice, sums, share, root, rows, parts, *piece = found[turn * 10 : turn * 10 + 10]
+            assert torch.equal(twice, contract([each * 2 for each in x], MACHINES) / 2)
+            assert torch.equal(thrice, contract([each * 3 for each in x], MACHINES) / 2)
             exchanged = torch.cat([each.chunk(SIZE)[rank] for each in x])
             assert torch.equal(sums, total)
             assert torch.equal(share, total.chunk(SIZE)[rank])
@@ -350,6 +361,40 @@ def check_group_calls(results: Sequence[Sequence[torch.Tensor]]) -> None:
             assert torch.equal(rows, torch.stack(x))
             assert torch.equal(parts, exchanged)
             assert torch.equal(torch.cat(list(piece)), exchanged)
+
+
+def messages(rank: int, device: StandInDevice) -> list[torch.Tensor]:
+    """From each rank to the next one, through the service: another thread completes them."""
+    context, session = current(), cast(ThreadedSession, current().session)
+    members = Members(context, session, tuple(range(SIZE)), rank, "group")
+    group: Any = StubGroup()
+    found = []
+    send = ServiceChannel(members, group, (rank + 1) % SIZE, 0, True)
+    receive = ServiceChannel(members, group, (rank - 1) % SIZE, 0, False)
+    for turn in range(3):
+        with device.using(device.new_stream(device.device)):
+            x = device.tensor(values(rank, (300,)))
+            x.add_(turn)
+            output = torch.empty_like(x)
+            works = [
+                send.message(Call("send", [x], 10.0), True),
+                receive.message(Call("receive", [output], 10.0), False),
+            ]
+            send.begin(works[0])
+            receive.begin(works[1])
+        thread = threading.Thread(target=lambda works=works: [work.complete() for work in works])
+        thread.start()
+        thread.join()
+        with device.using(device.new_stream(device.device)):
+            works[1].wait()
+            found.append(output.cpu())
+    return found
+
+
+def check_messages(results: Sequence[Sequence[torch.Tensor]]) -> None:
+    for rank, found in enumerate(results):
+        for turn in range(3):
+            assert torch.equal(found[turn], values((rank - 1) % SIZE, (300,)) + turn)
 
 
 class SlowSession:
@@ -479,6 +524,7 @@ PROGRAMS: list[tuple[Program, Callable[[Sequence[Sequence[torch.Tensor]]], None]
     (norms, check_nothing),
     (turns, check_turns),
     (hosted_steps, check_hosted_steps),
+    (messages, check_messages),
     (group_calls, check_group_calls),
     (places, check_places),
     (large_sums, check_large_sums),
