@@ -150,7 +150,7 @@ def what_if(arguments: argparse.Namespace) -> int:
     print(f"the slowest workers explain {found.m_w:.0%} of that, the last stage {found.m_s:.0%}\n")
     print("left if all others took their usual time:")
     for (dp, stage), cost in found.worst_workers[:_SHOWN]:
-        print(f"  dp {dp}, stage {stage:<24} {cost:.3f}")
+        print(f"  {f'dp {dp}, stage {stage}':<32} {cost:.3f}")
     for kind, cost in sorted(found.by_operation.items(), key=lambda each: -each[1])[:_SHOWN]:
         print(f"  {kind:<32} {cost:.3f}")
     for step, why in found.left_out.items():
