@@ -43,12 +43,15 @@ def all_reduced(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType 
     return result
 
 
-def all_gathered(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The ranks' tensors of equal shapes, joined along their first dimension."""
+def all_gathered(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """The ranks' tensors of equal shapes, joined along ``dim``."""
+    ranks = size_of(group)
     own = tensor.detach().contiguous()
-    result = own.new_empty((size_of(group) * len(own), *own.shape[1:]))
-    all_gather_single(result, own, group=group)
-    return result
+    parts = own.new_empty((ranks, *own.shape))
+    all_gather_single(parts.view(-1, *own.shape[1:]), own, group=group)
+    if dim % own.dim() == 0:
+        return parts.view(-1, *own.shape[1:])
+    return torch.cat(tuple(parts), dim)
 
 
 def summed_among(tensor: torch.Tensor, group: Group, copied: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
@@ -56,7 +59,7 @@ def summed_among(tensor: torch.Tensor, group: Group, copied: tuple[tuple[int, in
     bits on those ranks."""
     result, place = tensor.detach().clone(memory_format=torch.contiguous_format), 0
     own = torch.cat([result[start:stop] for start, stop, _ in copied])
-    parts = all_gathered(own.unsqueeze(0), group)
+    parts = all_gathered(own.unsqueeze(0), group, 0)
     for start, stop, number in copied:
         first = rank_in(group) // number * number
         result[start:stop] = parts[first : first + number, place : place + stop - start].sum(0)
@@ -64,12 +67,12 @@ def summed_among(tensor: torch.Tensor, group: Group, copied: tuple[tuple[int, in
     return result
 
 
-def reduce_scattered(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part, along the first dimension, of the sum."""
-    check_divides(tensor, group, 0)
-    whole = tensor.detach().contiguous()
-    result = whole.new_empty((len(whole) // size_of(group), *whole.shape[1:]))
-    reduce_scatter_single(result.view(-1), whole.view(-1), group=group)
+def reduce_scattered(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's part, along ``dim``, of the sum."""
+    check_divides(tensor, group, dim)
+    parts = torch.stack(tensor.detach().chunk(size_of(group), dim))
+    result = parts.new_empty(parts.shape[1:])
+    reduce_scatter_single(result.view(-1), parts.view(-1), group=group)
     return result
 
 

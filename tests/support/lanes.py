@@ -222,10 +222,12 @@ class MemoryLane(Lane):
             network, self._process, self._arrived, self.gone.append, self._withdrawn, lambda *message: None
         )
         runtime = SimpleNamespace(loop=local.new_loop(self._machine), network=network)
+        nothing: Any = None
         self.link = SimulatedLink(
-            None, runtime, LinkTarget(self._server.address), 0, SETTINGS, None,
+            LinkOrigin(nothing, cast(Any, runtime), 0, SETTINGS, nothing),
+            LinkTarget(self._server.address),
             LinkEvents(self._answered, lambda: None, self.lost.append),
-        )  # fmt: skip
+        )
         self.until(lambda: self.link.is_open)
 
     def _frame(self, data: bytes) -> Any:

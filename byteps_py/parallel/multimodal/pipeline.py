@@ -112,7 +112,7 @@ class PlacedEncoder:
         finally:
             error = None  # its traceback refers to this frame, which would keep the tensors of a failed step
         if self._is_replicated and output is not None:
-            tokens = all_gathered(output, self._workers)
+            tokens = all_gathered(output, self._workers, 0)
         else:
             tokens = torch.empty(own.shape, dtype=own.dtype, device=self._device) if output is None else output.detach()
             tokens = tokens.contiguous()
@@ -130,7 +130,7 @@ class PlacedEncoder:
         if self._images.requires_grad:
             gradients = self._images.gradients
             if self._is_replicated:
-                gradients = reduce_scattered(gradients, self._workers)
+                gradients = reduce_scattered(gradients, self._workers, 0)
             else:
                 dist.reduce(gradients, self._layout.rank_of(0), group=self._workers)
             error = None
