@@ -28,8 +28,9 @@ from byteps_py.session.failure_reports import shorten_tracebacks as _shorten_tra
 from byteps_py.torch import elastic, local, optim, timeline as _timeline, training_metrics as _training_metrics
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.async_optimizer import AsyncOptimizer
+from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.gradients.cross_barrier import CrossBarrier
-from byteps_py.torch.gradients.distributed_data_parallel import CommHookOptions, DistributedDataParallel, ddp_comm_hook
+from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.horovod import allreduce as _allreduce, api as _api, collectives as _collectives

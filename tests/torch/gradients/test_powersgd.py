@@ -14,7 +14,7 @@ from torch import nn
 import byteps_py.torch as bps
 from byteps_py.errors import GradientOrderError, MismatchError, UsageError
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.gradients.distributed_data_parallel import _BucketAverage
+from byteps_py.torch.gradients.comm_hook import _BucketAverage
 from byteps_py.torch.gradients.factor_bucket import FactorBucket, LowRankMatrix, product
 from byteps_py.torch.run.compression_state import load_of_machine
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 
 import pytest
 import torch
 from support.threaded import ThreadedCluster, contract
-from torch import nn
+from torch import distributed as dist, nn
 from torch.utils.checkpoint import checkpoint
 from torch_training import Net, assert_same, gradients, loss_of, reference, state_of
 
@@ -263,3 +264,10 @@ def test_it_says_what_to_copy_and_save_instead() -> None:
         assert all(p.grad is None for p in model.parameters())
 
     ThreadedCluster((1, 1)).run(main)
+
+
+def test_torchs_module_takes_the_hook() -> None:
+    """DistributedDataParallel compares the annotations of a hook with its own types; texts are none of them."""
+    hook = inspect.signature(bps.ddp_comm_hook)
+    assert hook.parameters["bucket"].annotation is dist.GradBucket
+    assert hook.return_annotation == torch.futures.Future[torch.Tensor]
