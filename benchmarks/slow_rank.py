@@ -1,7 +1,7 @@
 """How often, and how soon, the scheduler of a running job names the rank that others wait for.
 
     python -m benchmarks.slow_rank [--trials 60] [--ranks 16] [--seed 0] [--json FILE]     (root: links are shaped)
-    python -m benchmarks.slow_rank --simulated [--trials 600]
+    python -m benchmarks.slow_rank --simulated [--trials 600] [--ranks 16384]
     python -m benchmarks.slow_rank --reported [--trials 1000] [--ranks 16384]
 
 The first form runs one job of real processes: a rank, a communication service and a launcher on each of 16 hosts
@@ -11,7 +11,8 @@ as long, waits for data, is suspended now and then (SIGSTOP), or its machine's l
 or in one. Two of five causes are links, as in Greyhound's observations. Counted is the first line that names anybody:
 right if rank or machine, and reason, are right. Between causes the job is quiet; who is named then is a false name.
 
-The second form analyses spans of simulated trainings (tests/support/simulated_spans.py) as `bps trace slow-rank` does.
+The second form analyses spans of simulated trainings (tests/support/simulated_spans.py) as `bps trace slow-rank` does:
+of random meshes of up to 256 ranks, or of one of as many as given.
 The third one gives the scheduler's watch the heartbeats of simulated jobs (tests/support/simulated_reports.py): quiet
 windows, a third of them each with even data, uneven and very uneven ones, and a tenth as many causes.
 """
@@ -257,8 +258,8 @@ def print_table(trials: Sequence[Trial], aim_s: float = AIM_S) -> None:
         print(f"| {cause} | {len(its)} | {len(right)} | {soon} | {others} | {took} |")
 
 
-def simulated(trials: int, seed: int) -> None:
-    """Random meshes and causes, and as many quiet trainings, some with data that differ much."""
+def simulated(trials: int, seed: int, ranks: int) -> None:
+    """Random meshes and causes, and as many quiet trainings, some with data that differ much. ``ranks``: at most."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import numpy as np
     from support.simulated_spans import CAUSES as SIMULATED, random_training, simulate
@@ -270,12 +271,12 @@ def simulated(trials: int, seed: int) -> None:
     wrong_prices: dict[str, list[float]] = defaultdict(list)
     for number in range(trials):
         cause = SIMULATED[number % len(SIMULATED)]
-        training, price = random_training(source, cause)
+        training, price = random_training(source, cause, most=ranks)
         slow = find_slow_ranks(simulate(training)).slow
         right[cause].append([(each.rank, each.reason) for each in slow] == [(training.causes[0].rank, cause)])
         if right[cause][-1]:
             wrong_prices[cause].append(abs(slow[0].price - price))
-    false = sum(bool(find_slow_ranks(simulate(random_training(source, None, 0.6)[0])).slow) for _ in range(trials))
+    false = sum(bool(find_slow_ranks(simulate(random_training(source, None, 0.6, ranks)[0])).slow) for _ in range(trials))
     print("| cause | trainings | right | price wrong by, median and 95 % |")
     print("|---|---|---|---|")
     for cause, its in right.items():
@@ -324,7 +325,7 @@ def main() -> None:
         rank(arguments.rank)
         return
     if arguments.simulated:
-        simulated(arguments.trials, arguments.seed)
+        simulated(arguments.trials, arguments.seed, max(arguments.ranks, 256))
         return
     if arguments.reported:
         reported(arguments.trials, arguments.ranks, arguments.seed)

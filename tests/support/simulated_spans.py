@@ -194,9 +194,11 @@ def step_s(spans: Spans) -> float:
 def random_training(
     random: np.random.Generator, reason: str | None, uneven: float = 0.15, most: int = 256
 ) -> tuple[Training, float]:
-    """A training whose rank has this cause, and the share of a step that it costs: 0.05 or more. None: no cause."""
+    """A training whose rank has this cause, and the share of a step that it costs: 0.05 or more. None: no cause.
+    ``most``: ranks; the mesh is random, and of 4,096 and more it is that of all of them."""
     while True:
         mesh = tuple(int(random.choice(sizes)) for sizes in ((2, 4, 8), (1, 2, 4), (1, 2), (1, 2, 4, 8)))
+        mesh = (most // 512, 8, 8, 8) if most >= 4096 else mesh
         ranks = int(np.prod(mesh))
         # Which rank's link it is, is seen where it communicates in several dimensions.
         if not 8 <= ranks <= most or (reason in (LINK, LINK_OUT, LINK_IN) and mesh[1] == 1):
@@ -209,8 +211,8 @@ def random_training(
         cause = Cause(reason or "", rank, factor, float(random.uniform(0.2, 0.6)), float(random.uniform(0.3, 0.6)))
         training = Training(
             (mesh[0], mesh[1], mesh[2], mesh[3]),
-            int(random.integers(8, 25)),
-            int(random.integers(1, 5)),
+            int(random.integers(8, 25)) if most < 4096 else 6,
+            int(random.integers(1, 5)) if most < 4096 else 2,
             uneven=float(random.uniform(0, uneven)) * int(random.integers(2)),
             seed=int(random.integers(1 << 30)),
             causes=(cause,) if reason else (),
