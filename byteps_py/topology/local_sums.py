@@ -92,7 +92,7 @@ def plan_local_sums(choice: LocalChoice, local_size: int, mode: str) -> LocalSum
 
 
 def lines_of(choice: LocalChoice, local_size: int) -> list[str]:
-    """What sums are made by, for each value of BYTEPS_LOCAL_SUM, in words.
+    """Sentences that say, for each value of BYTEPS_LOCAL_SUM, how this machine sums.
 
     >>> from byteps_py.topology.choice import choose
     >>> from byteps_py.topology.machine_topology import MachineTopology, NumaNode

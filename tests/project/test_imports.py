@@ -18,7 +18,7 @@ FILES = sorted(
     path
     for folder in ("tests", "benchmarks", "examples", "docs/generators")
     for path in (ROOT / folder).rglob("*.py")
-    if not path.name.startswith(".")
+    if path != Path(__file__) and not path.name.startswith(".")
 )
 
 
@@ -27,7 +27,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from ((node.module, each.name) for each in node.names if each.name != "*")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "import byteps" in node.value:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "byteps_py" in node.value:
             try:
                 inner = ast.parse(node.value)
             except SyntaxError:  # prose, or a part of a program

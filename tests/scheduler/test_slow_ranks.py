@@ -129,22 +129,28 @@ def test_stages_of_a_pipeline_are_compared_with_themselves() -> None:
         assert watch.new(now) == []
 
 
-@pytest.mark.parametrize(("reason", "out", "into"), [(LINK, 3.0, 3.0), (LINK_OUT, 3.0, 1.0), (LINK_IN, 1.0, 3.0)])
-def test_slow_links_and_their_direction(reason: str, out: float, into: float) -> None:
-    """Machines 0 to 7 send to 8 and 9, which answer; that of machine 2 is slow."""
+@pytest.mark.parametrize(
+    ("reason", "out", "into"), [(LINK, True, True), (LINK_OUT, True, False), (LINK_IN, False, True)]
+)
+@pytest.mark.parametrize("usual_s", [0.03, 0.001])
+def test_slow_links_and_their_direction(reason: str, out: bool, into: bool, usual_s: float) -> None:
+    """Machines 0 to 7 send to 8 and 9, which answer; that of machine 2 is slow. The others' transfers take a third of
+    the time, or none: all wait for that machine then."""
     watch, found = SlowRankWatch(), []
     for turn in range(30):
         now = turn * HEARTBEAT_S
         usages = []
         for machine in range(8):
+            sent_s, received_s = (0.09 if machine == 2 and is_slow else usual_s for is_slow in (out, into))
             for server in (8, 9):
-                usages.append(Usage(machine, machine, server, 100_000, 0.03 * (out if machine == 2 else 1), 0.0))
-                usages.append(Usage(server, server, machine, 100_000, 0.03 * (into if machine == 2 else 1), 0.0))
+                usages.append(Usage(machine, machine, server, 100_000, sent_s, 0.0))
+                usages.append(Usage(server, server, machine, 100_000, received_s, 0.0))
         watch.report((), usages, now)
         found += watch.new(now)
     (straggler,) = found
     assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
-    assert straggler.price == pytest.approx(0.3, abs=0.05)
+    if usual_s == 0.03:
+        assert straggler.price == pytest.approx(0.3, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -172,24 +178,6 @@ def test_late_acknowledgements_do_not_hide_the_direction(
     assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
     assert f"its link carries {detail}" in straggler_sentence(straggler, "worker 2")
     assert watch.suspected_links() == {2}
-
-
-@pytest.mark.parametrize(
-    ("reason", "out", "into"), [(LINK, 0.09, 0.09), (LINK_OUT, 0.09, 0.001), (LINK_IN, 0.001, 0.09)]
-)
-def test_others_carry_theirs_in_no_time_while_they_wait_for_a_slow_link(reason: str, out: float, into: float) -> None:
-    watch, found = SlowRankWatch(), []
-    for turn in range(30):
-        now = turn * HEARTBEAT_S
-        usages = []
-        for machine in range(8):
-            for server in (8, 9):
-                usages.append(Usage(machine, machine, server, 100_000, out if machine == 2 else 0.001, 0.0))
-                usages.append(Usage(server, server, machine, 100_000, into if machine == 2 else 0.001, 0.0))
-        watch.report((), usages, now)
-        found += watch.new(now)
-    (straggler,) = found
-    assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
 
 
 def test_the_link_of_a_rank_that_comes_late_is_no_reason() -> None:

@@ -300,7 +300,7 @@ class StandInDevice:
                 self._watched.remove((memory.start, memory.stop))
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``function`` on the current stream. What comes back to the host has been waited for."""
+        """``function`` on the current stream. The host has waited for all that it gets back."""
         stream = self.current(self.device)
         plain, options = tree_map_only(StandInTensor, lambda tensor: tensor.values, (list(args), dict(kwargs)))
         target = next((each for each in [*plain[1:], *options.values()] if isinstance(each, torch.device | str)), None)

@@ -45,10 +45,10 @@ class DeviceStream(Protocol):
     """Runs what is queued on it, in order. Waits are part of the queue: they do not stop the host."""
 
     def wait_stream(self, other: Any) -> None:
-        """What is queued from now on runs after all that is queued on ``other`` now."""
+        """Let later work on this stream wait for all that is queued on ``other`` now."""
 
     def wait_event(self, event: Any) -> None:
-        """What is queued from now on runs after ``event``."""
+        """Let later work on this stream wait for ``event``."""
 
     def record_event(self, event: Any) -> Any:
         """Make ``event`` stand for all that is queued now, and return it."""

@@ -200,7 +200,7 @@ def run_on_devices(plan: LocalSumPlan, drop: Site | None = None) -> tuple[list[l
             tensors = [device.tensor(values(rank + 100 * i, torch.float32, COUNT)) for i in range(3)]
             works = []
             for tensor in tensors:
-                # What is sent is a temporary tensor, which nobody holds once the sum is over.
+                # Each rank sends a temporary tensor, which nobody holds once the sum is over.
                 works.append(collectives.reduce(Call("all_reduce", [tensor], 20.0), [tensor], Reduction(factor=2.0)))
                 assert type(works[-1]).__name__ == "LocalSumWork"
             works[-1].done.wait(20.0)
