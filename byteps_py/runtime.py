@@ -23,6 +23,8 @@ from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.link_rate import LinkRateMeter, open_link_rate_meter
 from byteps_py.dataplane.listener import DataListener
+from byteps_py.dataplane.nixl_agent import open_rdma_lane
+from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.dataplane.relay import Relay, open_relay
 from byteps_py.kernels.thread_pool import ThreadPool
 from byteps_py.kernels.update_rules import StepKind
@@ -159,6 +161,7 @@ class Runtime:
     zmq_context: type[zmq.Context[zmq.Socket[bytes]]] = zmq.Context
     dialer: type[Dialer] = Dialer
     data_listener: type[DataListener] = DataListener
+    rdma_lane: Callable[[Settings, EventLoop], RdmaLane | None] = open_rdma_lane
     relay: Callable[[Settings], Relay | None] = open_relay
     local_listener: type[channel.Listener] = channel.Listener
     connect_local: Callable[[str, float], channel.Channel] = channel.connect

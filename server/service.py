@@ -147,6 +147,9 @@ class SummationService:
         self._network = self.network_class(
             host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw, self._on_shadow
         )
+        self._rdma = runtime.rdma_lane(settings, runtime.loop)
+        if self._rdma is not None:
+            self._network.use_rdma(self._rdma)
         self._network.attach(self._loop)
         self._relay = runtime.relay(settings)
         # On a GPU machine, the communication service has one.
@@ -274,6 +277,8 @@ class SummationService:
             self._rate.close()
         self._bursts.close()
         self._network.close()
+        if self._rdma is not None:
+            self._rdma.close()
         if self._local is not None:
             self._local.close()
         self._loop.close()

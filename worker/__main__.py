@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             pin_as_set(settings, None, default_threads(settings.worker_threads))
         # numba takes half a second: after the settings' errors
         from byteps_py import arrivals
+        from byteps_py.dataplane import nixl_agent
         from byteps_py.prometheus import metrics, page
         from byteps_py.prometheus.metrics import WORKER
         from byteps_py.runtime import Runtime
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         from byteps_py.worker.service import CommunicationService
 
         page.check(settings)
+        nixl_agent.try_rdma(settings)
         arrivals.check(settings)
         keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
         runtime = Runtime()

@@ -63,6 +63,8 @@ class Settings:
     secret_file: str = ""
     local_secret: str = field(default="", repr=False)
     encrypt: bool = False
+    enable_rdma: str = "0"
+    rdma_transports: str = ""
     placement: str = "optimal"
     link_mbit: float = 0.0
     partition_bytes: int | None = None
@@ -164,6 +166,15 @@ class Settings:
             raise ConfigurationError(
                 "BYTEPS_ENCRYPT=1 needs a key: set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same value everywhere"
             )
+        if self.encrypt and self.rdma:
+            raise ConfigurationError(
+                "DMLC_ENABLE_RDMA=1 and BYTEPS_ENCRYPT=1 exclude each other, since network cards read tensors as they "
+                "are: unset one of the two"
+            )
+        if self.rdma_transports and not self.rdma:
+            raise ConfigurationError(
+                "BYTEPS_RDMA_TRANSPORTS says how RDMA is done, which is off: set DMLC_ENABLE_RDMA=1, or unset it"
+            )
         if self.record_arrivals and self.replay_arrivals:
             raise ConfigurationError(
                 "BYTEPS_RECORD_ARRIVALS and BYTEPS_REPLAY_ARRIVALS are for two different runs: unset one"
@@ -227,6 +238,11 @@ class Settings:
         if isinstance(limit_s, float) and 0 < limit_s < _STALL_WARN_S:  # a short limit alone is no contradiction
             values.setdefault("stall_warn_s", max(0.1, limit_s / 2))
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def rdma(self) -> bool:
+        """Partitions travel between machines by RDMA."""
+        return self.enable_rdma != "0"
 
     @property
     def is_alone(self) -> bool:

@@ -82,6 +82,10 @@ def _is_interface(text: str) -> bool:
     )
 
 
+def _are_transports(text: str) -> bool:
+    return re.fullmatch(r"[a-z0-9_]+(,[a-z0-9_]+)*", text) is not None
+
+
 def _are_interfaces(text: str) -> bool:
     entries = [entry.strip() for entry in text.removeprefix("^").removeprefix("=").split(",")]
     return len(entries) <= MOST_RAILS and all(entry and (is_host(entry) or _is_interface(entry)) for entry in entries)
@@ -123,6 +127,7 @@ VALIDATORS: dict[str, Validator] = {
         "before them: whole names only; '^': all others",
         _are_interfaces,
     ),
+    "rdma_transports": Validator("names of transports of UCX, with commas in between", _are_transports),
     "machine_id": _IDENTIFIER,
     "job_id": Validator(f"{_IDENTIFIER.takes}; so does a launcher's name for the job", _is_identifier),
     "socket_name": Validator(f"printable characters, at most {MAX_SOCKET_NAME_BYTES} bytes", _is_socket_name),
@@ -250,6 +255,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("secret_file", ("BYTEPS_SECRET_FILE",), str, "file that holds the cluster secret"),
     Variable("local_secret", ("BYTEPS_LOCAL_SECRET",), str, "secret of a job on loopback, against other users of this machine; set by bpslaunch -np"),
     Variable("encrypt", ("BYTEPS_ENCRYPT",), bool, "encrypt tensors between machines, which are otherwise only authenticated; needs a cluster secret"),
+    Variable("enable_rdma", ("DMLC_ENABLE_RDMA",), str, "partitions of tensors travel between communication services and summation servers of different machines by RDMA; 1 and ibverbs are the same", choices=("0", "1", "ibverbs"), detail="See [RDMA](../howto/several-machines.md#rdma)."),
+    Variable("rdma_transports", ("BYTEPS_RDMA_TRANSPORTS",), str, "transports of UCX that may stand in for RDMA, for tests, as in tcp,sm; default: none, only those of RDMA cards"),
     Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: what the slowest link carries in a few ms", low=4096, high=1 << 30),
     Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link in each direction, Mbit/s; 0: measured when the cluster starts", low=0, high=_FAR),
     Variable("placement", ("BYTEPS_PLACEMENT",), str, "which machines sum: all, each its optimal share, or only CPU machines (the classical parameter server)", choices=("optimal", "servers-only")),
@@ -334,7 +341,6 @@ IGNORED: dict[str, str] = {
     "BYTEPS_DEBUG_SAMPLE_TENSOR": "tensors are never printed",
     "BYTEPS_TELEMETRY_ON": "get_pushpull_speed() always works",
     "BYTEPS_LOG_HIDE_TIME": "log lines always have their time",
-    "DMLC_ENABLE_RDMA": "RDMA is not supported",
     "PS_VERBOSE": "use BYTEPS_LOG_LEVEL",
 }
 

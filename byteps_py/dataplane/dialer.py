@@ -21,8 +21,11 @@ from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import WRONG, CallerHandshake, bound_to
 from byteps_py.dataplane.link_usage import descriptor_of
 from byteps_py.dataplane.long_links import tune_descriptor
+from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages
+from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import CommunicationError, ProtocolError
+from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
 from byteps_py.system.machine import resolved
 from byteps_py.wire.data_link import HEADER_BYTES, MAX_READ_BYTES, Header, Kind
@@ -36,6 +39,8 @@ _SLACK_BYTES = 64 << 10
 _RETRY_S = (0.01, 0.05, 0.2, 0.5)  # after each failed attempt in a row; the last one repeats
 #: In a row. A listener with many unauthenticated callers may refuse a member once.
 _MOST_REFUSALS = 3
+#: Connections in a row on which no payload could be read by RDMA, in either direction.
+_MOST_UNREAD = 5
 _CONNECT_MS = 4_000  # TCP repeats a lost SYN after 1 and 3 s; on a full link an answer may take over a second
 _HANDSHAKE_MS = 4_000
 _KEEP_WARM_MS, _NO_TIMEOUT_MS = 150, 2**31 - 1
@@ -87,6 +92,10 @@ class Owner:
         """Authentication has failed several times in a row, at either end. If this returns, the Dialer goes on
         trying."""
 
+    def on_unreadable(self, error: CommunicationError) -> None:
+        """Connections come about, and RDMA does not work on them, several times in a row."""
+        raise error
+
 
 @dataclass(frozen=True, slots=True)
 class DialTarget:
@@ -136,7 +145,16 @@ class Dialer:
         self._is_closed = False
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
+        self._lane: RdmaLane | None = None
+        self._placed: PlacedMessages | None = None  # of this connection
+        self._early: list[tuple[Header, zmq.Frame]] = []  # messages from before it was open
+        self._unread = 0  # connections in a row on which RDMA did not work
         self._connect()
+
+    def use_rdma(self, lane: RdmaLane) -> None:
+        """From the next connection on, payloads travel by RDMA. Called before the loop goes on, so that it is the
+        first one."""
+        self._lane = lane
 
     @property
     def is_open(self) -> bool:
@@ -154,8 +172,10 @@ class Dialer:
         ProtocolError if the connection is not open."""
         if not self._is_welcome or self._sealing is None or self._socket is None:
             raise ProtocolError(f"a message for {self._who} before its connection was open")
-        number = self._sealing.number
-        sealed, shown = self._sealing.seal(header.pack(), payload)
+        packed = header.pack()
+        placed = self._placed.place(self._sealing, packed, payload) if self._placed is not None else None
+        number = self._sealing.number - 1 if placed is not None else self._sealing.number
+        sealed, shown = placed or self._sealing.seal(packed, payload)
         try:
             self._socket.send(sealed, _NOW_MORE)
             self._socket.send(shown, _NOW, copy=len(shown) < COPY_BYTES)
@@ -222,6 +242,13 @@ class Dialer:
         self._failures += 1
         if was_open:
             self._owner.on_broken()
+        if self._unread >= _MOST_UNREAD:
+            self._unread = 0
+            self._owner.on_unreadable(CommunicationError(
+                f"RDMA to {self._who} does not work: {_MOST_UNREAD} connections in a row broke before a payload was "
+                "read. See the log of both ends; check that their network cards reach each other (ibv_devinfo, "
+                "UCX_NET_DEVICES), or unset DMLC_ENABLE_RDMA"
+            ))  # fmt: skip
 
     def reconnect(self) -> None:
         """End this connection, which does not work, and make a new one."""
@@ -229,6 +256,12 @@ class Dialer:
             self._again()
 
     def _hang_up(self) -> None:
+        if self._placed is not None:
+            self._placed.close()
+            if self._placed.was_tried:
+                self._unread = 0 if self._placed.has_worked else self._unread + 1
+        self._placed = None
+        self._early.clear()
         self._sealing = self._opening = None
         self._is_welcome, self.descriptor = False, -1
         socket, self._socket = self._socket, None
@@ -272,31 +305,83 @@ class Dialer:
             self._owner.on_damaged(None)
             return True
         header = Header.unpack(packed)
+        if self._placed is None:
+            self._deliver(header, payload)
+            return True
+        self._placed.arrived(header, payload)
+        return True
+
+    def _deliver(self, header: Header, payload: zmq.Frame) -> None:
         if header.kind is Kind.DAMAGED:
             self._owner.on_damaged(header.round)
         else:
             self._owner.on_message(header, payload)
-        return True
 
     def _shake_hands(self, frames: list[zmq.Frame]) -> None:
+        if self._placed is not None and self._opening is not None:
+            self._hear_of_memory(self._placed, self._opening, frames)
+            return
         try:
-            if self._opening is None:
+            if is_asked := self._opening is None:
                 proof = self._prove(_said(frames, Kind.CHALLENGE))
             else:
                 proof = _said(frames, Kind.WELCOME, self._opening)
                 _check_addresses(proof)
-                self._is_welcome, self.descriptor = True, descriptor_of(frames[0])
+                self.descriptor = descriptor_of(frames[0])
         except ProtocolError as error:
             self._refused(str(error))
             return
-        if self._is_welcome:
-            tune_descriptor(self.descriptor, self._settings)
-            self._failures = self._refusals = 0
-            if proof:
-                self._owner.on_addresses(proof.decode().split("\n"))
-            self._owner.on_open()
-        else:
+        if is_asked:
             self._say(Kind.PROOF, proof)
+            return
+        tune_descriptor(self.descriptor, self._settings)
+        if proof:
+            self._owner.on_addresses(proof.decode().split("\n"))
+        if self._lane is not None and self._opening is not None:
+            end = _DialersEnd(self)
+            most_bytes = max(self._settings.max_partition_bytes, MAX_READ_BYTES)
+            self._placed = PlacedMessages(self._lane, self._opening, end, most_bytes)
+            self._placed.introduce()
+        else:
+            self._opened()
+
+    def _opened(self) -> None:
+        self._failures = self._refusals = 0
+        self._is_welcome = True
+        self._owner.on_open()
+
+    def _hear_of_memory(self, placed: PlacedMessages, opening: Seal, frames: list[zmq.Frame]) -> None:
+        """The listener's answer to what it may read, which is the last part of the handshake with RDMA."""
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"sent {len(frames)} frames instead of a {Kind.MEMORY.name}")
+            packed, payload = opening.open(frames[0].bytes, frames[1])
+            header = Header.unpack(packed)
+            if header.kind is Kind.REFUSED:
+                reason = payload.bytes.decode(errors="replace").partition("\n")[2]
+                raise ProtocolError(f"does not take part in RDMA: {reason}")
+            if header.kind is not Kind.MEMORY:
+                self._early.append((header, payload))  # it speaks first
+                return
+            placed.met(payload.bytes)
+        except ProtocolError as error:
+            self._refused(str(error))
+            return
+        if not len(payload):
+            logger.warning("%s is without RDMA: tensors travel over TCP. Set DMLC_ENABLE_RDMA=1 there", self._who)
+            placed.close()
+            self._placed = None
+        early, self._early = self._early, []
+        self._opened()
+        for message in early:
+            self._deliver(*message)
+
+    def say(self, kind: Kind, payload: bytes) -> None:
+        """Send a message of PlacedMessages. Never waits."""
+        if self._socket is not None and self._sealing is not None:
+            sealed, shown = self._sealing.seal(Header(kind, self._sender).pack(), payload)
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart([sealed, shown], _NOW)
 
     def _say(self, kind: Kind, text: bytes) -> None:
         """Send a part of the handshake. Never waits. If the connection has ended, the monitor is about to report it."""
@@ -319,6 +404,29 @@ class Dialer:
             self._again()
         if self._refusals >= _MOST_REFUSALS:
             self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
+
+
+class _DialersEnd(PlacedEnd):
+    """Of one connection of a Dialer."""
+
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
+
+    def say(self, kind: Kind, payload: bytes) -> None:
+        self._dialer.say(kind, payload)
+
+    def deliver(self, header: Header, payload: zmq.Frame) -> None:
+        self._dialer._deliver(header, payload)
+
+    def damaged(self, damage: DamagedError) -> None:
+        self._dialer._owner.on_damaged(None)
+
+    def malformed(self, error: ProtocolError) -> None:
+        self.broken(str(error))
+
+    def broken(self, why: str) -> None:
+        logger.warning("%s: %s", self._dialer._who, why)
+        self._dialer.reconnect()
 
 
 def _check_addresses(text: bytes) -> None:

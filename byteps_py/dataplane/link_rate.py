@@ -138,6 +138,9 @@ def open_interface_counters(settings: Settings) -> InterfaceCounters | None:
 
 
 def open_link_rate_meter(settings: Settings, loop: EventLoop) -> LinkRateMeter | None:
-    """With ``open_interface_counters``; None if there are none."""
+    """With ``open_interface_counters``; None if there are none. The system does not count what travels by RDMA: the
+    rest would show slow links where there are none."""
+    if settings.rdma:
+        return None
     counters = open_interface_counters(settings)
     return LinkRateMeter(counters, loop) if counters is not None else None

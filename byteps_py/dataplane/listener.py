@@ -31,6 +31,8 @@ from byteps_py.dataplane.dialer import silence_options
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake, bound_to
 from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.long_links import tune_descriptor
+from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages
+from byteps_py.dataplane.rdma_lane import LEAST_BYTES, RdmaLane
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
@@ -100,6 +102,7 @@ class RemotePeer(Peer):
         self.opening, self.sealing = seals
         self.descriptor = -1  # of the connection, which ZeroMQ owns
         self.damaged = 0  # messages in a row
+        self.placed: PlacedMessages | None = None  # by RDMA
 
     def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | None:
         """Like ``answer``, from memory that may change once the tracker is done. None: the peer has disconnected."""
@@ -154,6 +157,8 @@ class DataListener:
         # Probes wait until this process has loaded its kernels: else they would measure the processor, not the link.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
+        self._lane: RdmaLane | None = None
+        self._without_rdma: set[int] = set()  # machines of which the log has said so
         #: Of rail 0.
         self.address = ""
         self._more_addresses: list[str] = []  # of the others
@@ -209,6 +214,10 @@ class DataListener:
         for option, value in options.items():
             self.socket.setsockopt(option, value)
 
+    def use_rdma(self, lane: RdmaLane) -> None:
+        """Payloads to and from callers that want it travel by RDMA. Called before ``attach``."""
+        self._lane = lane
+
     def attach(self, loop: EventLoop) -> None:
         """Let ``loop`` read the sockets. Its thread owns this object."""
         loop.add_reader(self.socket, self.on_readable)
@@ -227,7 +236,9 @@ class DataListener:
         return peer if peer is not None and peer.identity in self._peers else None
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """The bytes sent to each machine since the last call: see UsageMeter."""
+        """The bytes sent to each machine since the last call: see UsageMeter. By RDMA: not known."""
+        if self._lane is not None:
+            return []
         return self._usage.report((machine, peer.descriptor) for (machine, _), peer in self._by_rail.items())
 
     @property
@@ -254,6 +265,7 @@ class DataListener:
                 for peer in self._by_rail.values():
                     if peer.descriptor == fd:
                         peer.descriptor = -1  # by the next time, it may be another connection's
+                        _end_rdma(peer)
                 if (identity := self._readers.pop(fd, None)) is not None:
                     self._peers.pop(identity, None)
                     self._departed.append(identity)
@@ -291,13 +303,22 @@ class DataListener:
         try:
             packed, payload = peer.opening.open(frames[0].bytes, frames[1])
         except DamagedError as damage:
-            self._damaged(peer, damage, frames[1])
+            self._damaged(peer, damage, int(frames[1].get(zmq.SRCFD)))
             return
-        peer.damaged = 0
         header = Header.unpack(packed)
+        if peer.placed is not None:
+            peer.placed.arrived(header, payload)
+        else:
+            self.deliver(peer, header, payload)
+
+    def deliver(self, peer: RemotePeer, header: Header, payload: zmq.Frame) -> None:
+        """A message of a peer, with its payload. Raises ProtocolError for one that no correct peer sends."""
+        peer.damaged = 0
         is_reader = peer.machine == READER
         if header.kind is Kind.PROBE:
             self._probed(peer, header, payload)
+        elif header.kind is Kind.MEMORY and not is_reader:
+            self._hear_of_memory(peer, header, payload.bytes)
         elif header.kind not in (self._readers_kinds if is_reader else self._kinds) or header.sender != peer.machine:
             name = header.kind.name
             text = f"machine {peer.machine} must not send {name} as machine {header.sender}"
@@ -305,22 +326,62 @@ class DataListener:
             raise ProtocolError(text)
         elif is_reader or peer is self._by_rail.get((peer.machine, peer.rail)):
             self._traffic.bytes_received += len(payload)
+            if self._lane is not None and peer.placed is None and not is_reader:
+                self._note_no_rdma(peer, len(payload))
             self._on_message(header, peer, payload)
         # Else its machine has connected again, and sends again there what has no answer: an answer on this connection
         # would be lost. Or its group is over, and the scheduler will tell it.
 
-    def _damaged(self, peer: RemotePeer, damage: DamagedError, frame: zmq.Frame) -> None:
+    def _note_no_rdma(self, peer: RemotePeer, nbytes: int) -> None:
+        if nbytes >= LEAST_BYTES and peer.machine not in self._without_rdma:
+            self._without_rdma.add(peer.machine)
+            logger.warning(
+                "machine %d is without RDMA: tensors travel over TCP. Set DMLC_ENABLE_RDMA=1 there", peer.machine
+            )
+
+    def _hear_of_memory(self, peer: RemotePeer, header: Header, description: bytes) -> None:
+        """A peer tells what may be read there, and gets to know the same of this process. Raises ProtocolError."""
+        if self._lane is None:
+            self.send(peer, Header(Kind.MEMORY, peer.machine).pack(), zmq.Frame())
+            return
+        most_bytes = max(self._settings.max_partition_bytes, MAX_BLOCK_BYTES)
+        placed = PlacedMessages(self._lane, peer.opening, _ListenersEnd(self, peer), most_bytes)
+        try:
+            placed.met(description)
+        except ProtocolError as error:
+            peer.refuse(header, f"{ProtocolError.__name__}\n{error}")
+            raise
+        peer.placed = placed
+        placed.introduce()
+
+    def _damaged(self, peer: RemotePeer, damage: DamagedError, fd: int) -> None:
         """Let the peer send a damaged message again. A peer that sends only damaged ones is not a member, or works
         again after the next handshake: it is disconnected."""
         peer.damaged += 1
         self._traffic.turned_away(f"machine {peer.machine}", damage)
         self.send(peer, Header(Kind.DAMAGED, peer.machine, round=damage.number).pack(), zmq.Frame())
         if peer.damaged >= _MOST_DAMAGED and peer.identity in self._peers:
-            del self._peers[peer.identity]
-            self._departed.append(peer.identity)
-            self.on_monitor()  # later events of this descriptor are about this connection
-            self._strangers.expel(int(frame.get(zmq.SRCFD)))
-            self._on_gone(peer)
+            self._expel(peer, fd)
+
+    def _expel(self, peer: RemotePeer, fd: int) -> None:
+        """End the connection of a peer, which can make a new one."""
+        del self._peers[peer.identity]
+        self._departed.append(peer.identity)
+        self.on_monitor()  # later events of this descriptor are about this connection
+        self._strangers.expel(fd)
+        self._gone(peer)
+
+    def _gone(self, peer: RemotePeer) -> None:
+        _end_rdma(peer)
+        self._on_gone(peer)
+
+    def end(self, peer: RemotePeer, why: str) -> None:
+        """The connection of a peer does not work."""
+        self._traffic.turned_away(f"machine {peer.machine}", why)
+        if peer.identity in self._peers and peer.descriptor >= 0:
+            self._expel(peer, peer.descriptor)
+        else:
+            _end_rdma(peer)
 
     # ---- handshake ------------------------------------------------------------------------------------------
 
@@ -389,7 +450,7 @@ class DataListener:
         gone = [self._by_rail.pop(each) for each in over]
         self._by_rail[key] = peer
         for each in gone:
-            self._on_gone(each)
+            self._gone(each)
 
     # ---- probes --------------------------------------------------------------------------------------------
 
@@ -415,8 +476,13 @@ class DataListener:
 
     def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame, digest: bytes = b"") -> bool:
         """Send without waiting. False: the peer has disconnected; it is forgotten, and ``on_gone`` is called."""
+        placed = peer.placed.place(peer.sealing, header, payload.buffer, digest) if peer.placed is not None else None
         if not self._address_to(peer.identity):
             return False
+        if placed is not None:
+            self.socket.send(placed[0], _NOW_MORE)
+            self.socket.send(placed[1], _NOW)
+            return True
         sealed, shown = peer.sealing.seal(header, payload.buffer, digest)
         self.socket.send(sealed, _NOW_MORE)
         self.socket.send(payload if shown is payload.buffer else shown, _NOW, copy=False)
@@ -432,7 +498,7 @@ class DataListener:
             if peer := self._peers.pop(identity, None):
                 logger.info("machine %d has disconnected", peer.machine)
                 self._departed.append(identity)
-                self._on_gone(peer)
+                self._gone(peer)
             return False
         return True
 
@@ -454,8 +520,40 @@ class DataListener:
 
     def close(self) -> None:
         """End all connections and release the port."""
+        for peer in (*self._peers.values(), *self._by_rail.values()):
+            _end_rdma(peer)
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()
         self._authenticator.close()
         self._context.term()
+
+
+class _ListenersEnd(PlacedEnd):
+    """Of one peer of a DataListener."""
+
+    def __init__(self, listener: DataListener, peer: RemotePeer) -> None:
+        self._listener, self._peer = listener, peer
+
+    def say(self, kind: Kind, payload: bytes) -> None:
+        self._listener.send(self._peer, Header(kind, self._peer.machine).pack(), zmq.Frame(payload))
+
+    def deliver(self, header: Header, payload: zmq.Frame) -> None:
+        try:
+            self._listener.deliver(self._peer, header, payload)
+        except ProtocolError as error:
+            self._listener._traffic.turned_away(f"machine {self._peer.machine}", error)
+
+    def damaged(self, damage: DamagedError) -> None:
+        self._listener._damaged(self._peer, damage, self._peer.descriptor)
+
+    def malformed(self, error: ProtocolError) -> None:
+        self._listener._traffic.turned_away(f"machine {self._peer.machine}", error)
+
+    def broken(self, why: str) -> None:
+        self._listener.end(self._peer, why)
+
+
+def _end_rdma(peer: RemotePeer) -> None:
+    if peer.placed is not None:
+        peer.placed.close()

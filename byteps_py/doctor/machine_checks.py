@@ -26,6 +26,7 @@ from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.doctor import Figures, Finding, fail, ok, warn
 from byteps_py.errors import ConfigurationError, TopologyError
 from byteps_py.launch.installation import visible_gpus
+from byteps_py.system import rdma_devices
 from byteps_py.system.machine import offered_host, rails
 from byteps_py.system.network_interfaces import network_of
 from byteps_py.topology.choice import choose
@@ -57,13 +58,14 @@ def check_machine(environ: Mapping[str, str]) -> list[Finding]:
         lambda: check_processor(platform.machine(), _processor_flags()),
         lambda: check_memory(_available_bytes()),
         lambda: check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
-        lambda: check_locked_memory(*resource.getrlimit(resource.RLIMIT_MEMLOCK)),
+        lambda: check_locked_memory(*resource.getrlimit(resource.RLIMIT_MEMLOCK), _wants_rdma(environ)),
         lambda: check_shared_memory(_folder_bytes(Path("/dev/shm"))),
         check_clock,
         lambda: check_gpus(environ),
         lambda: check_topology(lambda: read_used(environ), *_local_sums(environ)),
         lambda: check_ports(environ),
         lambda: check_links(environ),
+        lambda: check_rdma(environ, rdma_devices.library(), rdma_devices.devices()),
     )
     return [finding for look in looks for finding in look()]
 
@@ -248,12 +250,15 @@ def check_open_files(soft: int, hard: int) -> Iterator[Finding]:
         yield ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"the limit is {soft}")
 
 
-def check_locked_memory(soft: int, hard: int) -> Iterator[Finding]:
-    """``soft``, ``hard``: limits of locked memory in bytes. Nothing here locks memory over TCP."""
+def check_locked_memory(soft: int, hard: int, wants_rdma: bool = False) -> Iterator[Finding]:
+    """``soft``, ``hard``: limits of locked memory in bytes. Only RDMA locks memory."""
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
+    elif wants_rdma:
+        text = f"the limit is {soft >> 10} KB, and RDMA locks the memory of tensors"
+        yield fail("locked memory", text, "ulimit -l unlimited; in containers --ulimit memlock=-1")
     else:
-        yield ok("locked memory", f"the limit is {soft >> 10} KB, which TCP and shared memory do not need")
+        yield ok("locked memory", f"the limit is {soft >> 10} KB: RDMA needs more, TCP and shared memory need none")
 
 
 def check_shared_memory(nbytes: int | None) -> Iterator[Finding]:
@@ -383,11 +388,37 @@ def check_links(environ: Mapping[str, str]) -> Iterator[Finding]:
         told = environ.get("BYTEPS_LINK_MBIT")
         how = f"BYTEPS_LINK_MBIT={told} is used" if told else "jobs measure the rate when they start"
         yield ok("links", f"{', '.join(found)}; {how}")
-    if any(Path("/sys/class/infiniband").glob("*")):
-        yield ok("links", "there are RDMA devices; tensors travel over TCP, also on them (IPoIB)")
+
+
+def check_rdma(environ: Mapping[str, str], library: str, devices: Sequence[str]) -> Iterator[Finding]:
+    """``library``: that of RDMA; empty: it is not installed."""
+    try:
+        settings = Settings.from_env(environ)
+    except ConfigurationError:
+        return  # check_settings has said so
+    why, remedy = rdma_devices.why_not(settings, library, devices)
+    there = f"RDMA devices: {', '.join(devices)}" if devices else "no RDMA device"
+    if why:
+        yield fail("RDMA", why, remedy)
+    elif settings.rdma_transports:
+        text = f"{settings.rdma_transports} stand in for RDMA, which they are slower than TCP at: for tests only"
+        yield warn("RDMA", text, "unset BYTEPS_RDMA_TRANSPORTS")
+    elif settings.rdma:
+        yield ok("RDMA", f"partitions travel by RDMA; {there}")
+    elif devices:
+        yield ok("RDMA", f"{there}; tensors travel over TCP, also on them (IPoIB), unless DMLC_ENABLE_RDMA=1")
 
 
 # ---- what the system says --------------------------------------------------------------------------------------
+
+
+def _wants_rdma(environ: Mapping[str, str]) -> bool:
+    """A card is to read memory; nothing, where the settings are not valid."""
+    try:
+        settings = Settings.from_env(environ)
+    except ConfigurationError:
+        return False
+    return settings.rdma and not settings.rdma_transports
 
 
 def _cpu_quota() -> float | None:

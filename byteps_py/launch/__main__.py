@@ -36,6 +36,7 @@ from byteps_py.launch.supervisor import Supervisor
 from byteps_py.system import jobs
 from byteps_py.system.jobs import COMMAND_VARIABLE
 from byteps_py.system.machine import check_offered_host
+from byteps_py.system.rdma_devices import check_rdma
 from byteps_py.wire.launch_protocol import handle_signals
 
 _STARTS = 3
@@ -189,8 +190,11 @@ def _plan(
         gpus = 0 if environ.get("BYTEPS_LOCAL_SIZE") else visible_gpus(environ)
         specs = role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token, port=free_port())
         if (service := next((spec for spec in specs if spec.kind is ProcessKind.SERVICE), None)) is not None:
-            check_offered_host(Settings.from_env({**environ, **service.env}))
+            settings = Settings.from_env({**environ, **service.env})
+            check_offered_host(settings)
+            check_rdma(settings)
         return [*([scheduler_spec(environ, {})] if given.starts_scheduler else []), *specs]
+    check_rdma(Settings.from_env(environ))
     port = free_port()
     return cluster_plan(
         environ,

@@ -48,10 +48,11 @@ def describe_build() -> str:
     torch = _version("torch")
     gpus = visible_gpus(os.environ)
     frameworks = [(bool(torch), f"PyTorch {torch}" if torch else "PyTorch: pip install '.[torch]'")]
+    nixl = _version("nixl-cu12") or _version("nixl-cu13")
     transports = [
         (True, "shared memory, between the processes of a machine"),
         (True, "TCP, between machines"),
-        (False, "RDMA"),
+        (bool(nixl), f"RDMA by NIXL {nixl}: DMLC_ENABLE_RDMA=1" if nixl else "RDMA: pip install '.[rdma]'"),
     ]
     numba = _version("numba")
     kernels = [(bool(numba), f"compiled by numba {numba}, for this processor" if numba else "numba is not installed")]

@@ -88,6 +88,14 @@ class Kind(enum.IntEnum):
     # The answer to a PROOF; this message and all later ones, in both directions, are sealed. Payload: the addresses of
     # the listener's other network interfaces, a line each
     WELCOME = 23
+    # RDMA: after WELCOME each end describes the memory that the other one may read, and again when there is more of it;
+    # payload: what its agent says, or nothing without an agent (dataplane/rdma_lane.py)
+    MEMORY = 24
+    # A message whose payload the receiver reads itself: ``length`` bytes at address ``segment_offset`` of the sender;
+    # payload: its sealed header
+    PLACED = 25
+    # The receiver has read payloads: their memory may change. Payload: the numbers of the PLACED messages, 8 bytes each
+    PLACED_READ = 26
 
 
 #: All that a reader sends, and nobody else.

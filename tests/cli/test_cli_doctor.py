@@ -27,6 +27,9 @@ def levels(findings: Iterator[Finding]) -> list[str]:
     return [str(each.level) for each in found]
 
 
+RDMA = {"DMLC_ENABLE_RDMA": "1"}
+
+
 @pytest.mark.parametrize(
     ("findings", "expected"),
     [
@@ -48,6 +51,15 @@ def levels(findings: Iterator[Finding]) -> list[str]:
         (machine_checks.check_open_files(64, 1024), ["fail"]),
         (machine_checks.check_open_files(MANY, MANY), ["ok"]),
         (machine_checks.check_locked_memory(64 << 10, 64 << 10), ["ok"]),
+        (machine_checks.check_locked_memory(64 << 10, 64 << 10, wants_rdma=True), ["fail"]),
+        (machine_checks.check_locked_memory(resource.RLIM_INFINITY, resource.RLIM_INFINITY, wants_rdma=True), ["ok"]),
+        (machine_checks.check_rdma({}, "", []), []),
+        (machine_checks.check_rdma({}, "", ["mlx5_0"]), ["ok"]),
+        (machine_checks.check_rdma(RDMA, "nixl_cu12", ["mlx5_0"]), ["ok"]),
+        (machine_checks.check_rdma(RDMA, "nixl_cu12", []), ["fail"]),
+        (machine_checks.check_rdma(RDMA, "", ["mlx5_0"]), ["fail"]),
+        (machine_checks.check_rdma({**RDMA, "BYTEPS_RDMA_TRANSPORTS": "tcp"}, "nixl_cu12", []), ["warn"]),
+        (machine_checks.check_rdma({**RDMA, "BYTEPS_ENCRYPT": "1"}, "nixl_cu12", ["mlx5_0"]), []),
         (machine_checks.check_shared_memory(None), ["warn"]),
         (machine_checks.check_shared_memory(64 << 20), ["warn"]),
         (machine_checks.check_shared_memory(1 << 33), ["ok"]),

@@ -107,6 +107,36 @@ def test_a_payload_for_many_peers_is_read_once(protection: Protection, size: int
                 opened(new_seal(protection, key, KEY), sealed)  # of another listener
 
 
+@pytest.mark.parametrize("is_digested", [False, True])
+@pytest.mark.parametrize("protection", [Protection.OPEN, Protection.SIGNED])
+def test_a_header_apart_covers_the_payload_that_its_receiver_reads(protection: Protection, is_digested: bool) -> None:
+    """It has the number of the message that brings it, and messages in between are opened meanwhile."""
+    out, back = new_seal(protection, KEY, DIGEST_KEY), new_seal(protection, KEY, DIGEST_KEY)
+    payload = os.urandom(1000)
+    digest = new_digester(protection, DIGEST_KEY)(payload) if is_digested else b""
+    for _ in range(2):
+        apart = out.seal_apart(HEADER, payload, digest)
+        number = out.number
+        assert opened(back, out.seal(HEADER, apart)) == (HEADER, apart)
+        assert opened(back, out.seal(HEADER, b"another")) == (HEADER, b"another")
+        assert back.open_apart(number, apart, payload) == HEADER
+        for wrong in (
+            (number + 1, apart, payload),
+            (number, apart, payload[:-1]),
+            (number, apart, bytes([payload[0] ^ 1]) + payload[1:]),
+            (number, bytes([apart[0] ^ 1]) + apart[1:], payload),
+            (number, b"", payload),
+        ):
+            with pytest.raises(DamagedError) as caught:
+                back.open_apart(*wrong)
+            assert caught.value.number == wrong[0]
+
+
+def test_what_is_encrypted_has_no_header_apart() -> None:
+    with pytest.raises(ProtocolError, match=r"can't be encrypted"):
+        new_seal(Protection.ENCRYPTED, KEY, DIGEST_KEY).seal_apart(HEADER, bytes(100))
+
+
 @pytest.mark.parametrize("protection", [Protection.OPEN, Protection.SIGNED])
 def test_several_threads_make_digests_at_once(protection: Protection) -> None:
     digest = new_digester(protection, DIGEST_KEY)

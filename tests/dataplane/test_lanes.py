@@ -9,6 +9,7 @@ import pytest
 from support.data_plane import header_for
 from support.lanes import LANES, Lane
 
+from byteps_py.system import rdma_devices
 from byteps_py.system.network_interfaces import addresses_of
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.data_link import Header, Kind
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("zeromq_collector")
 def opening(request: pytest.FixtureRequest) -> Iterator[Lane]:
     if "IPv6" in request.param and "::1" not in addresses_of("lo"):
         pytest.skip("this machine has no IPv6")
+    if "NIXL" in request.param and not rdma_devices.library():
+        pytest.skip("NIXL is not installed")
     lane = LANES[request.param]()
     yield lane
     lane.close()

@@ -23,6 +23,7 @@ from support.threaded import contract
 from torch_training import gradients
 
 from byteps_py.launch.process_plan import free_port
+from byteps_py.system import rdma_devices
 from byteps_py.tensor_codec import Codec, CodecKind
 from byteps_py.torch.compression import Compression
 
@@ -99,6 +100,8 @@ class Training:
         assert line.split()[-1] == self.reference.go(goal, self.machines)
 
 
+RDMA = {"DMLC_ENABLE_RDMA": "1", "BYTEPS_RDMA_TRANSPORTS": "tcp"}
+needs_nixl = pytest.mark.skipif(not rdma_devices.library(), reason="NIXL is not installed")
 INT8 = {"TEST_INT8": "1", "BYTEPS_FUSION_BYTES": "0", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
 
 
@@ -108,8 +111,9 @@ INT8 = {"TEST_INT8": "1", "BYTEPS_FUSION_BYTES": "0", "BYTEPS_MIN_COMPRESS_BYTES
         {},
         pytest.param({"TEST_HOSTED": "1"}, marks=pytest.mark.slow),
         pytest.param(INT8, marks=pytest.mark.long),
+        pytest.param(RDMA, marks=[pytest.mark.long, needs_nixl]),
     ],
-    ids=["on the ranks", "hosted", "compressed"],
+    ids=["on the ranks", "hosted", "compressed", "by RDMA"],
 )
 def test_one_group_after_another(variables: dict[str, str], tmp_path, record_property) -> None:
     torch.set_num_threads(1)

@@ -189,7 +189,9 @@ def test_check_build(has_torch: bool) -> None:
     assert done.stdout.startswith(f"byteps_py {__version__}, Python ")
     assert ("    [X] PyTorch 2." in done.stdout) == has_torch
     assert ("    [ ] PyTorch: pip install '.[torch]'" in done.stdout) == (not has_torch)
-    assert "    [X] TCP, between machines\n    [ ] RDMA\n" in done.stdout
+    rdma = re.search(r"    \[X\] TCP, between machines\n    \[(.)\] RDMA(.*)\n", done.stdout)
+    assert rdma is not None
+    assert rdma[2] == ": pip install '.[rdma]'" if rdma[1] == " " else rdma[2].endswith(": DMLC_ENABLE_RDMA=1")
     assert done.stdout.endswith("\nFalse\n")
 
 

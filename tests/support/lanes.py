@@ -18,9 +18,12 @@ from simulator.local import Local
 from simulator.memory import Frame, Memory
 from simulator.network import Network as SimulatedNetwork, ServerNetwork, TcpLink as SimulatedLink
 from simulator.world import Process, World
+from zmq.utils import garbage
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
+from byteps_py.dataplane.nixl_agent import NixlAgent
+from byteps_py.dataplane.rdma_lane import RdmaAgent, RdmaLane
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.runtime import Runtime
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
@@ -31,6 +34,7 @@ from byteps_py.wire.data_link import Header
 from byteps_py.worker.io.railed_link import RailedLink
 from byteps_py.worker.io.server_links import LinkEvents, LinkOrigin, LinkTarget, LocalLink, ServerLink
 from support.data_plane import WAIT_S
+from support.rdma import StandInAgent
 from support.summation import SETTINGS
 
 #: Also where nothing happens, what is waited for may be found out by asking.
@@ -161,13 +165,28 @@ class SharedMemoryLane(RealLane):
 
 
 class TcpLane(RealLane):
-    """Over loopback."""
+    """Over loopback. ``agent``: makes those of both ends, and payloads travel by RDMA, where
+    they ``have`` it: (the machine, the server)."""
 
-    def __init__(self, settings: Settings, host: str = "127.0.0.1", cards: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        host: str = "127.0.0.1",
+        cards: int = 1,
+        agent: Callable[[], RdmaAgent] | None = None,
+        has_rdma: tuple[bool, bool] = (True, True),
+    ) -> None:
         super().__init__()
+        self.reconnections = 0
+        self.rdma = [RdmaLane(agent(), self.loop, settings.patience_s) for _ in range(2)] if agent is not None else []
+        for each in self.rdma[:1]:
+            each.watch(self.arena)
         self._server = ContributionListener(
             host, settings, Traffic(), self._arrived, self.gone.append, self._withdrawn, lambda *message: None
         )
+        for each in self.rdma[1:]:
+            if has_rdma[1]:
+                self._server.use_rdma(each)
         self._server.attach(self.loop)
         self._is_ended = False
         self._context = zmq.Context()
@@ -177,11 +196,19 @@ class TcpLane(RealLane):
                 lambda block, offset, length: memoryview(
                     (ctypes.c_char * length).from_address(block.address + offset)
                 ).cast("B"),
+                self.rdma[0] if self.rdma and has_rdma[0] else None,
             ),
             LinkTarget(self._server.address),
-            LinkEvents(self._answered, lambda: None, self.lost.append),
+            LinkEvents(self._answered, self._reconnected, self.lost.append),
         )  # fmt: skip
-        self.until(lambda: len(self.link.rails) == cards and all(rail.is_open for rail in self.link.rails))
+        try:
+            self.until(lambda: len(self.link.rails) == cards and all(rail.is_open for rail in self.link.rails))
+        except BaseException:
+            self.close()
+            raise
+
+    def _reconnected(self) -> None:
+        self.reconnections += 1
 
     @property
     def connections(self) -> int:
@@ -191,11 +218,18 @@ class TcpLane(RealLane):
         self._is_ended = True
         self._server.detach(self.loop)
         self._server.close()
+        for each in self.rdma[1:]:
+            each.close()
 
     def close(self) -> None:
         self.link.close()
         if not self._is_ended:
             self.end_server()
+        self.arrivals.clear()
+        if self.rdma:
+            self.until(lambda: not garbage.gc.refs)  # messages in the pools' memory
+        for each in self.rdma[:1]:
+            each.close()
         self.loop.close()
         self._context.term()
         self.arena.close()
@@ -259,4 +293,9 @@ LANES: dict[str, Callable[[], Lane]] = {
     "TCP, encrypted": lambda: TcpLane(replace(SETTINGS, encrypt=True)),
     "TCP, IPv6": lambda: TcpLane(replace(SETTINGS, node_host="::1"), "::1"),
     "TCP, two network cards": lambda: TcpLane(TWO_CARDS, cards=2),
+    "RDMA, a stand-in": lambda: TcpLane(replace(SETTINGS, secret=""), agent=StandInAgent),
+    "RDMA, a stand-in, signed": lambda: TcpLane(SETTINGS, agent=StandInAgent),
+    "RDMA, a stand-in, two network cards": lambda: TcpLane(TWO_CARDS, cards=2, agent=StandInAgent),
+    "RDMA, NIXL over TCP": lambda: TcpLane(SETTINGS, agent=lambda: NixlAgent("tcp")),
+    "RDMA, NIXL over shared memory": lambda: TcpLane(SETTINGS, agent=lambda: NixlAgent("tcp,sm")),
 }

@@ -14,6 +14,7 @@ import zmq
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
+from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.errors import (
     BytePSError,
     IntegrityError,
@@ -129,13 +130,14 @@ class LinkTarget:
 @dataclass(frozen=True, slots=True)
 class LinkOrigin:
     """The end of links that is here. ``sender``: the index of this machine. ``contributions(block, offset, length)``:
-    the bytes of a payload."""
+    the bytes of a payload. ``rdma``: by which payloads travel; None: over the connection."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     runtime: Runtime
     sender: int
     settings: Settings
     contributions: Callable[[Block, int, int], memoryview]
+    rdma: RdmaLane | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ class TcpLink(ServerLink, Owner):
         self.address = target.address
         there = DialTarget(target.address, self._who, target.group, has_slow_link, target.rail, target.source)
         self._dialer = origin.runtime.dialer(origin.context, loop, there, origin.sender, settings, self)
+        if origin.rdma is not None:
+            self._dialer.use_rdma(origin.rdma)
         first_s = settings.patience_s if target.is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
 
