@@ -54,6 +54,16 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden else "")
 
 
+def operation_text(name: str, group: Iterable[int]) -> str:
+    """How a flight recorder calls the operations of the tensor ``name`` of the ranks ``group``; of all if it is empty.
+
+    >>> operation_text("a", ()), operation_text("a", (0, 1))
+    ('a', 'a of ranks 0-1')
+    """
+    ranks = tuple(group)
+    return f"{name} of {ranks_text(ranks)}" if ranks else name
+
+
 def names_text(names: list[str], limit: int = 4) -> str:
     """Tensor names, long lists cut.
 

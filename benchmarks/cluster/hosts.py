@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,6 +232,7 @@ def cluster(
     hosts = [Host(index, rate, delay_ms, is_v6) for index, rate in enumerate(rates_mbit)]
     bridge = f"bps{os.getpid()}b"
     _remove_orphans()
+    _end_in_order()
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, hosts, bridge)
         _run("ip", "link", "add", bridge, "type", "bridge")
@@ -256,6 +259,18 @@ def cluster(
             _shape(inside, host.rate_mbit, by_netem, host)
             _shape(outside, host.rate_mbit)
         yield hosts
+
+
+def _end_in_order() -> None:
+    """A benchmark that is asked to end leaves its blocks: so its jobs end, and its hosts are removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT also where a shell has it ignored
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+                signal.signal(number, leave)
 
 
 def _remove(hosts: Sequence[Host], bridge: str) -> None:
@@ -309,6 +324,10 @@ def _remove_orphans() -> None:
         return [match[0] for match in _OWNED.finditer(said) if not Path("/proc", match[1]).exists()]
 
     for name in orphans("netns", "list"):
+        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+        for pid in map(int, found.split()):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
         _try("ip", "netns", "del", name)
     for name in orphans("link", "show"):
         _try("ip", "link", "del", name)

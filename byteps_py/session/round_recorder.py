@@ -12,7 +12,7 @@ from typing import Protocol
 from byteps_py.system.flight_dump import FlightDump
 from byteps_py.system.flight_recorder import OPERATIONS, GroupCounter
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.wording import ranks_text
+from byteps_py.wording import operation_text
 
 #: How names of tensors of process groups begin: see torch/collectives/members.py.
 OF_PROCESS_GROUPS = "c10d."
@@ -59,7 +59,7 @@ class RoundRecorder:
         if group is None:
             if spec.name.startswith(OF_PROCESS_GROUPS):
                 return
-            name = f"{spec.name} of {ranks_text(spec.group)}" if spec.group else spec.name
+            name = operation_text(spec.name, spec.group)
             group = slot.flight_group = self.recorder.group(name, "by name", spec.group or range(self._size), "name")
         operation = _MOVES.get(spec.op, _PIECES if spec.scatters else _SUM)
         # Of gathers and exchanges, ranks may have different sizes. DTYPES begins with the types of the wire.

@@ -13,8 +13,9 @@ Whether it is much slower than the others is decided where all of them are known
 
 OwnTimes are what a rank does between its operations, by the spans of its flight recorder. From one operation's end to
 the next one's begin a rank does its own work; the rest of the time others, or the network, hold it up. An operation
-that is still going on when the next one begins has not held it up. Whether a rank is slow is decided where all of them
-are known (scheduler/slow_ranks.py).
+that is still going on when the next one begins has not held it up. An operation through the service ends when the
+service delivers its result: a rank that takes it late, as it is suspended, has held itself up. Whether a rank is slow is
+decided where all of them are known (scheduler/slow_ranks.py).
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ import statistics
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 from byteps_py.config.tuning import ANSWER_BASE_S
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.flight_recorder import FlightSpan
+from byteps_py.tensors import TensorSpec
+from byteps_py.wording import operation_text
 from byteps_py.worker.core.tensor import Part
 
 #: Values of so many seconds count as one, their mean, weighted by how long each took: of a server that stands still
@@ -43,6 +48,7 @@ _LEAST_WEIGHT_S = 1e-6
 #: now and then only. A rank needs two steps; a server three, as the first and the last may be incomplete.
 ROW_S = 0.5
 _ROW_MOST = 64  # steps
+_MOST_DELIVERIES = 8192  # between two reports, to a rank
 #: The first steps of a process are no measure: libraries load what they need, and memory is touched for the first time.
 WARM_UP_STEPS = 2
 #: What an answer takes at its best, however small it is.
@@ -127,6 +133,13 @@ class RecentSteps:
         return None
 
 
+class Delivery(NamedTuple):
+    """A rank was told of its result of the tensor ``spec``."""
+
+    spec: TensorSpec
+    at_s: float
+
+
 class _Rank:
     def __init__(self) -> None:
         self.pid = 0
@@ -139,6 +152,7 @@ class _Rank:
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
         self.row = RecentSteps(2)
+        self.delivered: deque[Delivery] = deque(maxlen=_MOST_DELIVERIES)
 
     def end_step(self, now: float) -> None:
         """The next one begins."""
@@ -182,6 +196,20 @@ class RankPace:
             if not rank.pending:
                 rank.wait_s += now - rank.mark
                 rank.mark, rank.pending_since = now, math.inf
+
+    def delivered(self, local_rank: int, spec: TensorSpec, now: float) -> None:
+        """It was told of a result."""
+        if (rank := self._ranks.get(local_rank)) is not None:
+            rank.delivered.append(Delivery(spec, now))
+
+    def take_deliveries(self, local_rank: int) -> list[Delivery]:
+        """Since this was called before; the latest ones, if there were very many."""
+        rank = self._ranks.get(local_rank)
+        if rank is None:
+            return []
+        found = list(rank.delivered)
+        rank.delivered.clear()
+        return found
 
     def is_pending_since(self, time: float) -> bool:
         """A rank has had something to wait for all the time since then, if not the same."""
@@ -278,10 +306,31 @@ class OwnTimes:
         self._stage = 0
         self._elapsed_s = self._own_s = 0.0
         self._parts: dict[int, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # count, sum, sum of squares
+        self._delivered_ns: dict[str, deque[int]] = {}  # by the name of the operation
+
+    def add_deliveries(self, deliveries: Iterable[Delivery]) -> None:
+        """In the order of time, before the spans that they end."""
+        for spec, at_s in deliveries:
+            name = operation_text(spec.name, spec.group)
+            times = self._delivered_ns.get(name)
+            if times is None:
+                times = self._delivered_ns[name] = deque(maxlen=_MOST_DELIVERIES)
+            times.append(round(at_s / _NS))
+
+    def _ended_ns(self, span: FlightSpan) -> int:
+        """When the rank could have gone on."""
+        times = self._delivered_ns.get(span.group.name)
+        while times and times[0] <= span.enqueued_ns:
+            times.popleft()
+        if not times:
+            self._delivered_ns.pop(span.group.name, None)
+            return span.ended_ns
+        return min(times[0], span.ended_ns)
 
     def add(self, spans: Iterable[FlightSpan]) -> None:
         """Operations that are over, in the order in which they began."""
-        for span in spans:
+        for taken in spans:
+            span = replace(taken, ended_ns=self._ended_ns(taken)) if taken.group.kind == "name" else taken
             last = self._last
             if span.group.dimension == "pp" and span.group.kind == "group" and self._rank in span.group.ranks:
                 self._stage = span.group.ranks.index(self._rank)

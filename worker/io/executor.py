@@ -290,6 +290,7 @@ class Executor:
         blame, action.tensor.blame = action.tensor.blame, 0
         for local_rank, slot_id, round_ in action.slots:
             self._owe(local_rank, slot_id, round_, blame)
+            self.pace.delivered(local_rank, action.tensor.spec, self._loop.time())
         if action.tensor.state is _ENDING and action.tensor.round > action.tensor.last_round:
             self.run(self._agreement.handle(TensorEnded(action.tensor)))
 

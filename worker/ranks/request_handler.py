@@ -92,7 +92,9 @@ class RequestHandler:
         for local_rank in self.executor.ranks:
             if (own := self._own_times.get(local_rank)) is not None:
                 tail, own_times = own
-                own_times.add(tail.read())
+                spans = tail.read()  # first: their results were delivered before
+                own_times.add_deliveries(self.executor.pace.take_deliveries(local_rank))
+                own_times.add(spans)
                 if (report := own_times.report()) is not None:
                     found.append(report)
         return found
