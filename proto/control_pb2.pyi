@@ -524,7 +524,7 @@ class Probed(_message.Message):
     def __init__(self, number: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("number", "received", "packed", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "stack_report", "hosts", "still", "slow", "dismissed", "ask", "relays", "probe")
+    __slots__ = ("number", "received", "packed", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "stack_report", "hosts", "still", "slow", "dismissed", "ask", "relays", "probe", "change")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
@@ -548,6 +548,7 @@ class SchedulerMessage(_message.Message):
     ASK_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
     packed: bytes
@@ -571,7 +572,8 @@ class SchedulerMessage(_message.Message):
     ask: Ask
     relays: Relays
     probe: Probe
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., packed: _Optional[bytes] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
+    change: MembershipChange
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., packed: _Optional[bytes] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., change: _Optional[_Union[MembershipChange, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -632,6 +634,38 @@ class Membership(_message.Message):
     continued: bool
     under_way: bool
     def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ..., workers_since: _Optional[int] = ..., reason: _Optional[str] = ..., continued: bool = ..., under_way: bool = ...) -> None: ...
+
+class MembershipChange(_message.Message):
+    __slots__ = ("since", "facts", "workers", "servers")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    facts: Membership
+    workers: MemberChanges
+    servers: MemberChanges
+    def __init__(self, since: _Optional[int] = ..., facts: _Optional[_Union[Membership, _Mapping]] = ..., workers: _Optional[_Union[MemberChanges, _Mapping]] = ..., servers: _Optional[_Union[MemberChanges, _Mapping]] = ...) -> None: ...
+
+class MemberChanges(_message.Message):
+    __slots__ = ("runs", "weights", "link_mbit")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    LINK_MBIT_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[MemberRun]
+    weights: _containers.RepeatedScalarFieldContainer[int]
+    link_mbit: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, runs: _Optional[_Iterable[_Union[MemberRun, _Mapping]]] = ..., weights: _Optional[_Iterable[int]] = ..., link_mbit: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class MemberRun(_message.Message):
+    __slots__ = ("first", "count", "added")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    added: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ..., added: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("member_id", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "first_rank", "host", "pid", "weight", "link_mbit", "memory_bytes")

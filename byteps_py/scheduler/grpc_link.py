@@ -19,7 +19,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
 from byteps_py.proto import control_pb2 as pb, control_pb2_grpc
 from byteps_py.scheduler import rpc
-from byteps_py.scheduler.member_links.protocol import MemberEnd, unpack
+from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
@@ -195,7 +195,7 @@ class GrpcControlLink:
                 call.cancel()
         try:
             for received in call:
-                message = unpack(received)
+                message = self._end.read(received)  # only this thread accepts messages
                 if message.HasField("refused"):
                     error = from_name(message.refused.error, message.refused.message)
                     with self._lock:

@@ -19,7 +19,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.wording import count_text, ranks_text
 
 #: Version of the control protocol; a member with another version is refused.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_LOCAL_SIZE = 1024
 #: The machine index of a GPU machine outside the group: it waits to join an elastic job, or was left behind.
 OUTSIDE = -1

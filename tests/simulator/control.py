@@ -33,6 +33,7 @@ from .world import InvariantError, Process, Wire, World
 _TICK_S = 0.25
 _RETRY_S = 0.1
 _SHORT_S = 0.5
+_LEAST_PACKED_BYTES = 200
 _CLOSE_S = 4.0  # somewhat longer than the real one, so that who leaves while the scheduler is started again can say so
 
 
@@ -41,7 +42,8 @@ class Place:
 
     def __init__(self, world: World, config: ClusterConfig, kind: type[MemberLinks]) -> None:
         self.world = world
-        self.kind = kind
+        # Small jobs, too, have epochs that are sent as changes.
+        self.kind = type(kind.__name__, (kind,), {"least_packed_bytes": _LEAST_PACKED_BYTES})
         self.config = config
         self.disk: list[bytes] = []
         self.epoch = 0
@@ -372,6 +374,7 @@ class ControlLink:
             return
         if self._is_closed and not message.HasField("welcome"):
             return  # its process, which would have got it, is gone here
+        message = self._end.read(message)
         is_news = self._end.accept(message)
         if message.HasField("welcome"):
             is_news = not self._end.is_member

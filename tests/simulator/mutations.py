@@ -401,6 +401,18 @@ class RatesAreNotKept(Mutation):
     member_links = _RatesAreNotKept
 
 
+class _BelievesWhatItHasSent(MemberLinks):
+    def _resume(self, known: Any, newcomer: Any, register: Any, now_s: float) -> Any:
+        register.epoch = known.epoch
+        return super()._resume(known, newcomer, register, now_s)
+
+
+class TakeTablesThatWereSentForReceived(Mutation):
+    """A table of members that was on its way when the connection broke is sent again as a change of itself."""
+
+    member_links = _BelievesWhatItHasSent
+
+
 class KeepRoundsWithoutAShare(Mutation):
     """A server that others have taken all partitions from waits for what will never come."""
 
@@ -423,6 +435,7 @@ LINKS_MUTATIONS: dict[type[Parts], int] = {
     SharesFollowInAnOldEpoch: 29,
     RatesAreNotKept: 57,
     KeepRoundsWithoutAShare: 89,
+    TakeTablesThatWereSentForReceived: 0,
 }
 
 #: With the seed that shows it first, as `tests/jobs/test_simulator.py` found it last.

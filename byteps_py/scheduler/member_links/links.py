@@ -48,7 +48,7 @@ from byteps_py.scheduler.core import (
     StopRequested,
 )
 from byteps_py.scheduler.job import ENDED, FAILED, FORMING, Finish, Outgoing
-from byteps_py.scheduler.member_links.protocol import UNNUMBERED, LargeMessages, Outbox
+from byteps_py.scheduler.member_links.protocol import LEAST_BYTES, UNNUMBERED, LargeMessages, Outbox
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 
 #: In heartbeat timeouts: how long members have to come back, and how long strangers wait for them.
@@ -156,6 +156,7 @@ class MemberLink:
     outbox: Outbox[pb.SchedulerMessage] = field(default_factory=Outbox)
     received: int = 0  # the number of its last message that has arrived
     confirmed: int = 0  # the number up to which the scheduler has confirmed its messages
+    epoch: int = 0  # of the last Membership that it has got, or was sent on its stream
     away: Away | None = None
     over: str = ""  # the reason why it can't be resumed; empty: it is not over
     is_ended: bool = False  # the core knows that no connection is left
@@ -273,6 +274,8 @@ class MemberLinks:
     """
 
     core_class: type[SchedulerCore] = SchedulerCore
+    #: Smaller messages are sent as they are.
+    least_packed_bytes = LEAST_BYTES
     #: A member that leaves more messages than this unconfirmed is lost.
     most_unconfirmed = 10_000
 
@@ -280,7 +283,7 @@ class MemberLinks:
         self.core = self.core_class(config)
         self.write = write
         self.restarts = 0
-        self._large = LargeMessages()
+        self._large = LargeMessages(self.least_packed_bytes)
         self._grace_s = min(1.0, config.heartbeat_timeout_s / 2)
         self._links: dict[int, MemberLink] = {}  # by id; also links that are over
         self._on_stream: dict[int, MemberLink] = {}
@@ -533,10 +536,10 @@ class MemberLinks:
         self._restart_wait.on_member_back(self._home_of_worker(known) is not None)
         self.core.handle(MemberReturned(known.id), now_s)
         known.outbox.drop(register.received)
-        known.confirmed = known.received
+        known.confirmed, known.epoch = known.received, register.epoch
         welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=known.member_id))
         out.append(Sent(stream, welcome, 0, known.received))
-        return out + [self._sent(stream, message, number, known.received) for number, message in known.outbox]
+        return out + [self._sent(known, stream, message, number) for number, message in known.outbox]
 
     def _refuse(self, link: MemberLink, now_s: float, error: str, text: str, **more: bool) -> list[Sent]:
         self.core.handle(RegistrationRefused(link.id), now_s)
@@ -618,13 +621,17 @@ class MemberLinks:
                 sent += self._pass(link, [(connection, message)])
                 continue
             number = link.outbox.put(message)
+            self._large.keep(message)
             if link.stream is not None:
                 link.confirmed = link.received
-                sent.append(self._sent(link.stream, message, number, link.received))
+                sent.append(self._sent(link, link.stream, message, number))
         return sent
 
-    def _sent(self, stream: int, message: pb.SchedulerMessage, number: int, received: int) -> Sent:
-        return Sent(stream, message, number, received, self._large.pack(message))
+    def _sent(self, link: MemberLink, stream: int, message: pb.SchedulerMessage, number: int) -> Sent:
+        packed = self._large.pack(message, link.epoch)
+        if message.HasField("membership"):
+            link.epoch = message.membership.epoch
+        return Sent(stream, message, number, link.received, packed)
 
     def _pass(self, link: MemberLink, out: Outgoing) -> list[Sent]:
         """Send messages without a number: no one has to know whether they arrived."""

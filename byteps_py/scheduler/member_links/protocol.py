@@ -11,7 +11,8 @@ may call.
 Large messages on their way to many members are compressed once, and sent to each as these bytes. An epoch's table of
 all members goes to all of them, so its bytes grow with the square of their number. Names of hosts and addresses are
 alike: compressed, they take a tenth. And the scheduler copies bytes to each member, instead of building and serializing
-thousands of objects again for each.
+thousands of objects again for each. A member that has the table of an earlier epoch gets what has changed
+(membership_change.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.member_links.membership_change import change_between, changed
 
 M = TypeVar("M")
 
@@ -84,6 +86,7 @@ class MemberEnd:
         self._register.token = new_token()
         self._outbox: Outbox[pb.MemberMessage] = Outbox()
         self._received = 0
+        self._membership = pb.Membership()  # the last one that has arrived
 
     @property
     def is_member(self) -> bool:
@@ -134,6 +137,15 @@ class MemberEnd:
         refused = message.refused
         return self.is_member and (refused.unknown or not (refused.replaced or self._outbox.has(message.received)))
 
+    def read(self, message: pb.SchedulerMessage) -> pb.SchedulerMessage:
+        """A message as it came, for ``accept``: unpacked, and with a whole Membership. Raises ProtocolError for what no
+        correct scheduler sends."""
+        unpacked = unpack(message)
+        if not unpacked.HasField("change") or 0 < unpacked.number <= self._received:
+            return unpacked
+        membership = changed(self._membership, unpacked.change)
+        return pb.SchedulerMessage(number=unpacked.number, received=unpacked.received, membership=membership)
+
     def accept(self, message: pb.SchedulerMessage) -> bool:
         """True if this message is new and has a body.
 
@@ -150,7 +162,7 @@ class MemberEnd:
             epoch = message.membership.epoch
             if epoch <= self._register.epoch:
                 raise ProtocolError(f"the scheduler opened epoch {epoch} after epoch {self._register.epoch}")
-            self._register.epoch = epoch
+            self._register.epoch, self._membership = epoch, message.membership
         return message.WhichOneof("body") is not None
 
 
@@ -163,30 +175,50 @@ _KEPT = 8
 
 
 class LargeMessages:
-    """Packs large messages of the scheduler, each once.
+    """Packs large messages of the scheduler, each once. ``least_bytes``: smaller ones are sent as they are.
 
     >>> messages, small = LargeMessages(), pb.SchedulerMessage(release=pb.Release(sequence=1))
     >>> messages.pack(small)
     b''
     """
 
-    def __init__(self) -> None:
-        # By identity; the message is kept so that no other one can have its identity.
-        self._packed: OrderedDict[int, tuple[pb.SchedulerMessage, bytes]] = OrderedDict()
+    def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
+        self._least_bytes = least_bytes
+        # By identity, and the epoch since which a table changed; the message is kept so that no other one can have its
+        # identity.
+        self._packed: OrderedDict[tuple[int, int], tuple[pb.SchedulerMessage, bytes]] = OrderedDict()
+        self._memberships: OrderedDict[int, pb.Membership] = OrderedDict()  # the latest, by epoch
 
-    def pack(self, message: pb.SchedulerMessage) -> bytes:
-        """The bytes that ``unpack`` makes ``message`` of; empty if it is small. It must not change afterwards."""
-        known = self._packed.get(id(message))
+    def keep(self, message: pb.SchedulerMessage) -> None:
+        """Members have this message, or will: a later Membership may be sent as a change of its."""
+        if message.HasField("membership") and message.membership.epoch not in self._memberships:
+            self._memberships[message.membership.epoch] = message.membership
+            if len(self._memberships) > _KEPT:
+                self._memberships.popitem(last=False)
+
+    def pack(self, message: pb.SchedulerMessage, since: int = 0) -> bytes:
+        """The bytes that ``unpack`` makes ``message`` of, or the change since the Membership of the epoch ``since``;
+        empty if it is small. It must not change afterwards."""
+        before = self._memberships.get(since) if message.HasField("membership") else None
+        since = 0 if before is None else since
+        known = self._packed.get((id(message), since))
         if known is None:
-            data = zlib.compress(message.SerializeToString(), 1) if message.ByteSize() >= LEAST_BYTES else b""
-            known = self._packed[id(message)] = message, data
+            known = self._packed[id(message), since] = message, self._bytes(message, before)
             if len(self._packed) > _KEPT:
                 self._packed.popitem(last=False)
         return known[1]
 
+    def _bytes(self, message: pb.SchedulerMessage, before: pb.Membership | None) -> bytes:
+        if message.ByteSize() < self._least_bytes:
+            return b""
+        if before is not None:
+            message = pb.SchedulerMessage(change=change_between(before, message.membership))
+        return zlib.compress(message.SerializeToString(), 1)
+
 
 def unpack(message: pb.SchedulerMessage, most_bytes: int = MOST_BYTES) -> pb.SchedulerMessage:
-    """The message that was packed in ``message``, with its number and confirmation; ``message`` if none was.
+    """The message that was packed in ``message``, with its number and confirmation; ``message`` if none was. See also
+    ``MemberEnd.read``.
 
     Raises ProtocolError for bytes that no correct scheduler sends.
     """
