@@ -196,9 +196,11 @@ def trained(layout: JobLayout, steps: int) -> tuple[float, float]:
     training = parallelize_model(model, mesh, token_loss(options, Groups()), optimizer, how)
     ids = torch.randint(MODEL.vocabulary, (SEQUENCES // layout.dp, SEQUENCE + 1))
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    training.step(inputs, targets)
-    training.optimizer.zero_grad()  # gradients that are left are in memory of a backend, which no operator makes
+    for _ in range(2):  # DistributedDataParallel makes its buckets anew at the second
+        training.step(inputs, targets)
     parameters = list(training.module.parameters())
+    if not any(one.grad is not None and one.grad._is_view() for one in parameters):
+        training.optimizer.zero_grad()  # gradients that are left are in memory of a backend, which no operator makes
     inner = getattr(training.optimizer, "optim", training.optimizer)  # of zero1: the states of this rank's parameters
     states = [one for each in inner.state.values() for one in _tensors(each)]
     before = bytes_of([*parameters, *states, *(one.grad for one in parameters if one.grad is not None)])
@@ -255,6 +257,7 @@ def serve(steps: int) -> None:
                 answer(trained(JobLayout(**json.loads(word)), steps))
                 gc.collect()
     dist.destroy_process_group()
+    bps.shutdown()  # servers do not keep states for a job that is started again
 
 
 # ---- the planner ---------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def parallelize_model(
     elif is_beside:
         EqualCopies(module, copies).parameters()
     elif isinstance(module, nn.Module):
-        # Gradients are views of what is sent: without, each parameter has 4 bytes more, and is copied twice.
+        # Without views of what is sent, each parameter has 4 bytes more.
         forward = nn.parallel.DistributedDataParallel(model, process_group=copies, gradient_as_bucket_view=True)
     parameters = list(module.parameters())
     if options.data == "zero1":  # it makes the optimizer of the parameters that this rank steps
@@ -237,7 +237,9 @@ class ParallelTraining:
     def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The forward and backward passes of ``step``. Gradients replace those that parameters have; with torch.float16
         they are scaled. With ``hosted``, they are those of this rank's copy of the model."""
-        self.optimizer.zero_grad()
+        # Gradients that are views of what is sent stay: others would be summed elsewhere first, and copied there.
+        is_view = isinstance(self._parts.forward, nn.parallel.DistributedDataParallel)
+        self.optimizer.zero_grad(set_to_none=not is_view)
         module, mean = self.module, self._parts.mean
         if self._parts.equal is not None:
             self._parts.equal.buffers()

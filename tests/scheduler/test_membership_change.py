@@ -12,7 +12,14 @@ from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.core import ClockTicked, LinksChanged
-from byteps_py.scheduler.member_links.links import MemberLinks, Restarted, Sent, StreamClosed, StreamMessage, StreamOpened
+from byteps_py.scheduler.member_links.links import (
+    MemberLinks,
+    Restarted,
+    Sent,
+    StreamClosed,
+    StreamMessage,
+    StreamOpened,
+)
 from byteps_py.scheduler.member_links.membership_change import change_between, changed
 from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.roster import ClusterConfig
@@ -68,7 +75,10 @@ def test_the_loss_of_one_among_many_takes_few_bytes() -> None:
     ("change", "why"),
     [
         (pb.MembershipChange(since=3), "a change of epoch 3; this process has 1"),
-        (pb.MembershipChange(since=1, servers=pb.MemberChanges(runs=[pb.MemberRun(first=1, count=2)])), "member 3 of 2"),
+        (
+            pb.MembershipChange(since=1, servers=pb.MemberChanges(runs=[pb.MemberRun(first=1, count=2)])),
+            "member 3 of 2",
+        ),
         (
             pb.MembershipChange(since=1, servers=pb.MemberChanges(runs=[pb.MemberRun(count=1)], weights=[1, 2])),
             "2 values of 1 members",
@@ -84,16 +94,16 @@ def test_what_no_scheduler_sends_is_an_error(change: pb.MembershipChange, why: s
         changed(of(1, member(1), member(2)), change)
 
 
-class Links(MemberLinks):
+class EagerlyPackedLinks(MemberLinks):
     least_packed_bytes = 100
 
 
-class Job:
+class TabledMembers:
     """Members with a server each, whose ends read what the scheduler sends them. ``tables``: as each has them."""
 
     def __init__(self, machines: int, write: Callable[[JournalRecord], None] | None = None) -> None:
         self.config = ClusterConfig(num_workers=machines, num_servers=machines, job="j")
-        self.links = Links(self.config, write)
+        self.links = EagerlyPackedLinks(self.config, write)
         registers = [worker(i, 2, machines, machines) for i in range(machines)]
         registers += [server(i, n=machines, k=machines) for i in range(machines)]
         self.ends = [MemberEnd(register, f"token {i}".encode) for i, register in enumerate(registers)]
@@ -144,7 +154,7 @@ class Job:
 
 
 def test_members_get_changes_and_one_that_comes_back_what_it_lacks() -> None:
-    job = Job(4)
+    job = TabledMembers(4)
     assert job.is_agreed
     job.sent.clear()
     job.lose(4)
@@ -171,9 +181,9 @@ def test_members_get_changes_and_one_that_comes_back_what_it_lacks() -> None:
 
 def test_a_restarted_scheduler_sends_changes_of_the_tables_that_it_knows() -> None:
     records: list[bytes] = []
-    job = Job(3, lambda record: records.append(record.SerializeToString()))
+    job = TabledMembers(3, lambda record: records.append(record.SerializeToString()))
     before = job.links
-    job.links = Links(job.config)
+    job.links = EagerlyPackedLinks(job.config)
     for record in records:
         job.links.replay(JournalRecord.FromString(record))
     job.links.handle(Restarted(), 1.0)

@@ -435,7 +435,7 @@ LINKS_MUTATIONS: dict[type[Parts], int] = {
     SharesFollowInAnOldEpoch: 29,
     RatesAreNotKept: 57,
     KeepRoundsWithoutAShare: 89,
-    TakeTablesThatWereSentForReceived: 0,
+    TakeTablesThatWereSentForReceived: 355,
 }
 
 #: With the seed that shows it first, as `tests/jobs/test_simulator.py` found it last.

@@ -10,7 +10,7 @@ from byteps_py.errors import UsageError
 from byteps_py.system.flight_recorder import OPERATIONS, FlightGroup, FlightRecorder, FlightSpan, RecordingTail
 from byteps_py.system.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
-from byteps_py.worker.core.pace import FIRST_OPERATION, Delivery, OwnTimes
+from byteps_py.worker.core.pace import FIRST_OPERATION, DeliveredResult, OwnTimes
 
 ALL_REDUCE = OPERATIONS.index("all_reduce")
 GROUP = FlightGroup(1, "g", "mesh_dp", (0, 1))
@@ -113,14 +113,14 @@ def test_a_rank_that_takes_a_delivered_result_late_has_held_itself_up() -> None:
     other = FlightGroup(3, "gradient of ranks 0-1", "by name", (0, 1), "name")
     spec = TensorSpec("gradient", DType.FLOAT32, (1,))
     own = OwnTimes(0, warm_up_s=0)
-    own.add_deliveries([Delivery(spec, 0.013), Delivery(spec, 0.035)])
+    own.add_deliveries([DeliveredResult(spec, 0.013), DeliveredResult(spec, 0.035)])
     # Of 300 ms it was suspended for 260, from before its second result was there.
     own.add([span(1, 0, 0, 14, gradient), span(2, 0, 24, 300, gradient), span(3, 0, 305, 310, gradient)])
     report = own.report()
     assert report is not None
     assert report.own_s == pytest.approx(0.011 + 0.270)
     assert report.elapsed_s == pytest.approx(0.310 - 0.013)
-    own.add_deliveries([Delivery(spec, 0.312)])
+    own.add_deliveries([DeliveredResult(spec, 0.312)])
     # What others have with that name, and what comes between ranks, ends when the rank says so.
     own.add([span(4, 0, 311, 330, other), span(5, 0, 332, 340)])
     report = own.report()

@@ -14,7 +14,7 @@ Whether it is much slower than the others is decided where all of them are known
 OwnTimes are what a rank does between its operations, by the spans of its flight recorder. From one operation's end to
 the next one's begin a rank does its own work; the rest of the time others, or the network, hold it up. An operation
 that is still going on when the next one begins has not held it up. An operation through the service ends when the
-service delivers its result: a rank that takes it late, as it is suspended, has held itself up. Whether a rank is slow is
+service delivers its result: a rank that is suspended and takes it late has held itself up. Whether a rank is slow is
 decided where all of them are known (scheduler/slow_ranks.py).
 """
 
@@ -133,7 +133,7 @@ class RecentSteps:
         return None
 
 
-class Delivery(NamedTuple):
+class DeliveredResult(NamedTuple):
     """A rank was told of its result of the tensor ``spec``."""
 
     spec: TensorSpec
@@ -152,7 +152,7 @@ class _Rank:
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
         self.row = RecentSteps(2)
-        self.delivered: deque[Delivery] = deque(maxlen=_MOST_DELIVERIES)
+        self.delivered: deque[DeliveredResult] = deque(maxlen=_MOST_DELIVERIES)
 
     def end_step(self, now: float) -> None:
         """The next one begins."""
@@ -200,9 +200,9 @@ class RankPace:
     def delivered(self, local_rank: int, spec: TensorSpec, now: float) -> None:
         """It was told of a result."""
         if (rank := self._ranks.get(local_rank)) is not None:
-            rank.delivered.append(Delivery(spec, now))
+            rank.delivered.append(DeliveredResult(spec, now))
 
-    def take_deliveries(self, local_rank: int) -> list[Delivery]:
+    def take_deliveries(self, local_rank: int) -> list[DeliveredResult]:
         """Since this was called before; the latest ones, if there were very many."""
         rank = self._ranks.get(local_rank)
         if rank is None:
@@ -308,7 +308,7 @@ class OwnTimes:
         self._parts: dict[int, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # count, sum, sum of squares
         self._delivered_ns: dict[str, deque[int]] = {}  # by the name of the operation
 
-    def add_deliveries(self, deliveries: Iterable[Delivery]) -> None:
+    def add_deliveries(self, deliveries: Iterable[DeliveredResult]) -> None:
         """In the order of time, before the spans that they end."""
         for spec, at_s in deliveries:
             name = operation_text(spec.name, spec.group)
