@@ -62,6 +62,8 @@ class NixlAgent:
         self.name = f"byteps-{uuid.uuid4().hex}"
         self.is_hardware = not transports
         level = {"NIXL_LOG_LEVEL": os.environ.get("NIXL_LOG_LEVEL", "ERROR")}
+        if not self.is_hardware:  # a process that has ended is an error to UCX over TCP, also at the end of a job
+            level["UCX_LOG_LEVEL"] = os.environ.get("UCX_LOG_LEVEL", "FATAL")
         with _environment(UCX_TLS=transports or _HARDWARE, **level):
             nixl = importlib.import_module(library())
             bindings = importlib.import_module(f"{nixl.__name__}._bindings")
