@@ -139,14 +139,14 @@ def measure(transports: str, secret: str, nbytes: int, messages: int, window: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbytes", type=int, default=4, help="of a partition")
+    parser.add_argument("--mbytes", type=float, default=4, help="of a partition")
     parser.add_argument("--messages", type=int, default=200)
     parser.add_argument("--window", type=int, default=4, help="partitions in flight")
     given = parser.parse_args()
     ways = {name: transports for name, transports in WAYS.items() if library() or not transports}
     for what, secret in (("open", ""), ("signed", "a secret of a benchmark")):
         for name, transports in ways.items():
-            rate, cpu_s = measure(transports, secret, given.mbytes << 20, given.messages, given.window)
+            rate, cpu_s = measure(transports, secret, int(given.mbytes * 2**20), given.messages, given.window)
             print(f"{name}, {what}: {rate:.2f} GB/s each way, {cpu_s:.2f} s of processor time a GB", flush=True)
 
 

@@ -32,7 +32,7 @@ from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake, b
 from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages
-from byteps_py.dataplane.rdma_lane import LEAST_BYTES, RdmaLane
+from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
@@ -326,14 +326,14 @@ class DataListener:
             raise ProtocolError(text)
         elif is_reader or peer is self._by_rail.get((peer.machine, peer.rail)):
             self._traffic.bytes_received += len(payload)
-            if self._lane is not None and peer.placed is None and not is_reader:
+            if peer.placed is None and not is_reader:
                 self._note_no_rdma(peer, len(payload))
             self._on_message(header, peer, payload)
         # Else its machine has connected again, and sends again there what has no answer: an answer on this connection
         # would be lost. Or its group is over, and the scheduler will tell it.
 
     def _note_no_rdma(self, peer: RemotePeer, nbytes: int) -> None:
-        if nbytes >= LEAST_BYTES and peer.machine not in self._without_rdma:
+        if self._lane is not None and nbytes >= self._lane.least_bytes and peer.machine not in self._without_rdma:
             self._without_rdma.add(peer.machine)
             logger.warning(
                 "machine %d is without RDMA: tensors travel over TCP. Set DMLC_ENABLE_RDMA=1 there", peer.machine

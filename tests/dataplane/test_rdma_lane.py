@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import pytest
 import zmq
 from support.data_plane import header_for
@@ -16,7 +17,6 @@ from support.rdma import StandInAgent
 from support.summation import SETTINGS
 
 from byteps_py.dataplane.nixl_agent import NixlAgent
-from byteps_py.dataplane.rdma_lane import LEAST_BYTES
 from byteps_py.errors import CommunicationError, IntegrityError, ProtocolError
 from byteps_py.system import rdma_devices
 from byteps_py.tensors import DType
@@ -25,7 +25,7 @@ from byteps_py.worker.io.server_links import TcpLink
 
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
-NBYTES = 4 * LEAST_BYTES
+NBYTES = SETTINGS.max_partition_bytes
 
 
 class Both:
@@ -245,6 +245,27 @@ def test_a_machine_that_leaves_ends_its_reads(both: Both) -> None:
     both.server.is_stuck = False
     both.settle()
     assert not both.lane.arrivals
+
+
+def test_memory_of_a_read_that_never_ends_is_not_used_again(both: Both) -> None:
+    """Its bytes may yet come."""
+    server = both.lane.rdma[1]
+    server.patience_s = 0.05
+    both.server.is_stuck = True
+    both.push(0)
+    both.lane.until(lambda: both.lane.reconnections == 1)
+    both.lane.until(lambda: len(server._lost) == 1)
+    assert not both.server.reads
+    both.server.is_stuck = False
+    both.lane.until(lambda: both.lane.link.is_open)
+    for index in range(3):
+        both.push(index)
+        both.wait(index + 1)
+    lost = server._lost[0]
+    assert isinstance(lost, np.ndarray)
+    addresses = {each.payload.address for each in both.lane.arrivals if each.payload is not None}
+    assert len(addresses) == 3
+    assert lost.__array_interface__["data"][0] not in addresses
 
 
 def test_a_server_that_ends_while_its_answer_is_read(both: Both) -> None:
