@@ -160,8 +160,8 @@ class TensorSpec:
             SUM is placed and answered as one without owners, and a BROADCAST stays on its machine.
         remark: a sentence for ``bps status``, at most 256 bytes. Ranks may give different ones.
         codec: the form in which a SUM of floating elements of at most 32 bits travels between machines, if several take
-            part; None for that of its dtype. CHANGES of a BROADCAST of float32, with one owner for each partition: what
-            travels is added to the result of the round before.
+            part; None for that of its dtype. With ``scatters``, each piece is coded by itself. CHANGES of a BROADCAST
+            of float32, with one owner for each partition: what travels is added to the result of the round before.
         staleness: of an ACCUMULATE, by how many rounds a machine may be ahead of the slowest one, at least 1, or
             NO_BOUND: it gets the sum once each machine has given to the round ``staleness`` before. 0 for other
             operations.
@@ -244,7 +244,8 @@ class TensorSpec:
         has_one_owner = bool(self.ownership) and not self.is_replicated
         if self.op is Op.BROADCAST and has_one_owner and codec == CHANGES and self.dtype is DType.FLOAT32:
             return
-        if self.op is not Op.SUM or self.scatters or (has_one_owner and codec.needs_answers) or self.is_shadowed:
+        lacks_answers = (has_one_owner and codec.needs_answers) or (self.scatters and codec.is_thc)
+        if self.op is not Op.SUM or lacks_answers or self.is_shadowed:
             raise UsageError(
                 f"{what} is for sums and averages that all machines get, not for a "
                 f"{replace(self, codec=None).describe()}"
@@ -292,7 +293,8 @@ class TensorSpec:
 
     @property
     def sent_nbytes(self) -> int:
-        """The size in bytes of what a machine sends of it to other machines."""
+        """The size in bytes of what a machine sends of it to other machines; of one that scatters with a codec, see
+        ``sent_piece``."""
         return self.nbytes if self.codec is None else self.codec.coded_nbytes(self.count)
 
     @property
@@ -319,6 +321,22 @@ class TensorSpec:
         width = math.prod(self.shape[1:])
         first = position * (rows // members) + min(position, rows % members)
         return first * width, (rows // members + (position < rows % members)) * width
+
+    def sent_piece(self, position: int, members: int, codec: Codec | None) -> tuple[int, int]:
+        """(first byte, size in bytes) of ``piece`` in what machines code with ``codec``, or hold as it is. Pieces lie
+        one after the other; after the last one is their end.
+
+        >>> TensorSpec("g", DType.FLOAT32, (300,), scatters=True).sent_piece(1, 2, Codec.topk(0.01))
+        (208, 208)
+        """
+        if codec is None:
+            first, count = self.piece(position, members)
+            return first * self.dtype.itemsize, count * self.dtype.itemsize
+        rows, longer = divmod(self.shape[0], members)
+        width = math.prod(self.shape[1:])
+        short, long = codec.coded_nbytes(rows * width), codec.coded_nbytes((rows + 1) * width)
+        first = min(position, longer) * long + max(0, position - longer) * short
+        return first, long if position < longer else short
 
     def result_nbytes(self, rank: int, size: int) -> int:
         """The size in bytes of the result of ``rank``, in a job of ``size`` ranks."""

@@ -1,4 +1,4 @@
-"""``encode``, ``add`` and ``decode``: the arithmetic of codecs, on memory, by address.
+"""``encode``, ``add``, ``decode`` and ``add_up``: the arithmetic of codecs, on memory, by address.
 
 Knows addresses, codecs and dtypes; must not know tensors' names, ranks or sockets. Any thread; the GIL is released
 while a kernel runs. The caller guarantees that the addresses stay valid and that nobody writes there meanwhile.
@@ -13,7 +13,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ SERVER = (1 << 32) - 1
 _kernels: dict[tuple[str, CodecKind, DType], Callable[..., None]] = {}
 _build_lock = threading.Lock()
 _NOTHING = Report((), False, 0)
+#: Decoded at a time of each contribution: so they lie in the processor's caches when they are added.
+_ADD_UP_ELEMENTS = 1 << 16
+#: The kernel of ``add_up`` sees numbers, and is the same for all codecs.
+_ANY = Codec(CodecKind.INT8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,24 @@ def decode(coding: Coding, source: int, outputs: Sequence[int], divisor: int, gi
     _kernel("decode", coding.codec, coding.dtype)(*arguments)
 
 
+def add_up(coding: Coding, sources: Sequence[int], outputs: Sequence[int], divisor: int) -> None:
+    """Decode what machines have sent of a piece, at ``sources``, and sum it in float32, first to last. Write the sum to
+    each of ``outputs``, rounded to the dtype; divided, and rounded again, if the divisor is above 1."""
+    codec = coding.codec
+    step = max(1, _ADD_UP_ELEMENTS // codec.block) * codec.block
+    parts = np.empty((len(sources), min(step, max(1, coding.count))), np.float32)
+    places = [int(part.ctypes.data) for part in parts]
+    for start in range(0, coding.count, step):
+        block, count = start // codec.block, min(step, coding.count - start)
+        draw = replace(coding.draw, block=coding.draw.block + block)
+        for source, place in zip(sources, places, strict=True):
+            decode(Coding(codec, DType.FLOAT32, count, draw=draw), source + block * codec.item_bytes, (place,), 1, 0)
+        given = _table(Coding(codec, DType.FLOAT32, count), places)
+        taken = _table(coding, [output + start * coding.dtype.itemsize for output in outputs])
+        arguments = (given.buffer_info()[0], len(places), taken.buffer_info()[0], len(outputs), count, divisor)
+        _kernel("add_up", _ANY, coding.dtype)(*arguments)
+
+
 def encode_change(coding: Coding, source: int, results: Sequence[int], output: int) -> None:
     """Code what the float32 numbers at ``source`` differ by from those at ``results``, which are all alike, to
     ``output``; add what the code decodes to to the results. ``source`` is overwritten."""
@@ -137,8 +159,9 @@ def _floats(address: int, count: int) -> npt.NDArray[np.float32]:
 
 def prepare(codec: Codec, dtype: DType) -> None:
     """Compile or load the kernels of a codec, so that no round waits for a compiler. Any thread."""
-    for what, of in (("encode", dtype), ("decode", dtype)):
+    for what, of in (("encode", dtype), ("decode", dtype), ("decode", DType.FLOAT32)):
         _kernel(what, codec, of)
+    _kernel("add_up", _ANY, dtype)
     if codec.kind is CodecKind.RANDOMK:
         kernels.prepare([(Op.SUM, DType.FLOAT32)], Checks.FINITE)
     else:
@@ -179,6 +202,7 @@ def _build(what: str, kind: CodecKind, dtype: DType) -> Callable[..., None]:
 
     from byteps_py.codecs import (
         block_loops,
+        decoded_loops,
         dithering_loops,
         elements,
         onebit_loops,
@@ -193,7 +217,9 @@ def _build(what: str, kind: CodecKind, dtype: DType) -> Callable[..., None]:
         if (kernel := _kernels.get((what, kind, dtype))) is not None:
             return kernel
         loops: Any = scaled_loops
-        if kind in (CodecKind.TOPK, CodecKind.TOPK_2BIT):
+        if what == "add_up":
+            loops = decoded_loops
+        elif kind in (CodecKind.TOPK, CodecKind.TOPK_2BIT):
             loops = topk_loops
         elif kind is CodecKind.RANDOMK:
             loops = randomk_loops

@@ -1,14 +1,14 @@
 """Gradients that travel compressed between machines: of FSDP2's modules, and of the copies of a part of a model.
 
-``compress_gradients`` gives each FSDP2 module a reduce-scatter that sums the module's whole gradient through the
-communication service, with a codec, and keeps this rank's piece:
+``compress_gradients`` gives each FSDP2 module a reduce-scatter with a codec, which the communication service makes
+without servers (worker/core/scatter.py):
 
-    gradients of a module ─► sum of each machine, encoded ─► servers ─► the sum, encoded ─► decoded on each machine
-                                                                                              └─► piece of each rank
+    gradients of a module ─► sum of each machine, each rank's piece encoded ─► the machine of the piece's rank: decode,
+                                                                               sum in float32 in the order of machines
 
-So what a codec means, what a machine keeps for it, and what is done when a server dies are those of all other sums
-(docs/explanation/compression.md). FSDP2 waits for a reduce-scatter before the next one begins. Its threads call the
-object, one at a time.
+What a codec means, and what a machine keeps for it, are those of all other sums (docs/explanation/compression.md). THC,
+whose machines need the sum to agree on the next steps, sums the whole gradient through servers, and each rank keeps its
+piece. FSDP2 waits for a reduce-scatter before the next one begins. Its threads call the object, one at a time.
 
 ``CompressedAverages`` are those over ``mesh.gradient_group``. The codecs' state that a machine keeps belongs to this
 group: ranks of one machine with other parts have their own. One thread uses it; hooks run on autograd's.
@@ -17,6 +17,7 @@ group: ranks of one machine with other parts have their own. One thread uses it;
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from byteps_py import rank_bits
 from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.parallel.collectives import REDUCE_SCATTER
 from byteps_py.parallel.pipe.pipeline import Pipeline
@@ -48,7 +50,8 @@ from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import check_hosted_compression
 from byteps_py.torch.gradients.hosted.states_mode import asked_for
-from byteps_py.torch.operations.handles import kind_in_group
+from byteps_py.torch.operations.handles import kind_in_group, synchronize
+from byteps_py.torch.operations.reductions import ReductionOptions, Sum, start_reduction
 from byteps_py.torch.process_group.group_base import reduction_of
 
 #: The name of each module's gradients, which is claimed once.
@@ -119,18 +122,23 @@ class CodedReduceScatter:
                 "allow"
             )
         name = f"{kind_in_group(group, 'FSDP')}.{self._name}{self._layout(codec, source.numel(), len(ranks))}"
+        scatters = not codec.is_thc
         spec = TensorSpec(
             name, wire_dtype(source.dtype, name), (source.numel(),), average=how.average,
-            priority=PRIORITY_READY_ORDER, group=group, nonfinite=mode, codec=codec,
+            priority=PRIORITY_READY_ORDER, group=group, scatters=scatters,
+            nonfinite=NonFinite.ALLOW if scatters else mode, codec=codec,
         )  # fmt: skip
-        pieces = (tuple(output.shape),) * len(ranks)
+        pieces = (tuple(output.shape),) * (1 if scatters else len(ranks))
         (view,) = context.slot_views([TensorRequest(spec, source.dtype, (spec.shape,), source.device, pieces)])
         view.contribute([how.prepare(source)])
         view.wait()
-        if blame := view.slot.nonfinite_ranks:
+        blame = view.slot.nonfinite_ranks
+        if scatters and mode is NonFinite.RAISE:
+            blame = _nonfinite_ranks(context, name, source, view.results[0], group)
+        if blame:
             place = nonfinite.where(name, torch.cat(view.results), source.dtype)
-            raise nonfinite.explain(blame, session.size, view.slot.round, [place] if place else [])
-        view.fetch([output], [ranks.index(session.rank)])
+            raise nonfinite.explain(blame, session.size, view.slot.round, [place or repr(name)])
+        view.fetch([output], [0 if scatters else ranks.index(session.rank)])
         if (queued := view.mover.queued()) is not None:
             queued.synchronize()  # before the memory of the result is that of another round
 
@@ -152,6 +160,21 @@ class CodedReduceScatter:
         return "" if len(trained) == len(params) else f" (parameters {'-'.join(map(str, trained))})"
 
 
+def _nonfinite_ranks(
+    context: Context, name: str, gradient: torch.Tensor, piece: torch.Tensor, group: tuple[int, ...]
+) -> int:
+    """The ranks whose gradient is not finite, as in rank_bits.py: each sees its own piece of the sum only, and all are
+    to raise. All ranks of the group call it."""
+    session = context.session
+    flags = torch.zeros(session.size + 1, dtype=torch.int32, device="cpu")
+    flags[session.rank] = not nonfinite.is_finite(gradient)
+    flags[session.size] = not nonfinite.is_finite(piece)
+    synchronize(start_reduction([flags], [flags], f"{name}.nonfinite", ReductionOptions(Sum, "FSDP", group)))
+    *ranks, sums = flags.tolist()
+    bits = [rank_bits.of_rank(rank, session.size) for rank, flag in enumerate(ranks) if flag]
+    return functools.reduce(operator.or_, bits, 0) or (rank_bits.OVERFLOW if sums else 0)
+
+
 def _are_on_one_machine(context: Context, ranks: Sequence[int]) -> bool:
     """Nothing travels between machines."""
     session = context.session
@@ -162,9 +185,10 @@ def _are_on_one_machine(context: Context, ranks: Sequence[int]) -> bool:
 def compress_gradients(model: nn.Module, compression: Any) -> None:
     """Let the gradients of an FSDP2 model travel compressed between machines.
 
-    Each module's gradient is summed with the codec, as a DistributedOptimizer's is, and each rank keeps its piece: the
-    bits are those of such a sum. Error feedback and momentum belong to the module, and ``compression_state_dict`` has
-    them. Gradients below BYTEPS_MIN_COMPRESS_BYTES, and those of ranks of one machine, are reduced as without it.
+    Each machine codes the pieces of a module's gradient one by one, and sends each to the machine of its rank, which
+    adds what the codes decode to: (n-1)/n of the coded bytes for each of n machines. Error feedback and momentum belong
+    to the module, and ``compression_state_dict`` has them. Gradients below BYTEPS_MIN_COMPRESS_BYTES, and those of
+    ranks of one machine, are reduced as without it.
 
     Args:
         model: after ``fully_shard``, over any backend, and after ``init()``. Its submodules may be sharded, too. All

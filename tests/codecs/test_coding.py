@@ -143,6 +143,41 @@ def test_reports_say_who_is_not_finite(codec: Codec) -> None:
     assert [(report.poisoned, report.overflowed) for report in real.reports] == [((), True), ((), False), ((0,), False)]
 
 
+def compare_pieces(codec: Codec, count: int, dtype: torch.dtype, divisor: int) -> None:
+    """Of 3 machines, from a block on that is not the tensor's first."""
+    codec = replace(codec, error_feedback=True)
+    expected = CodedSums(codec, 1, NAME, is_answered=False, first_block=2)
+    errors = [np.zeros(count, np.float32) for _ in range(3)]
+    codes = [np.zeros(codec.coded_nbytes(count), np.uint8) for _ in range(3)]
+    for round_ in range(1, 4):
+        ranks = [values(count, dtype, 100 * round_ + rank) for rank in range(3)]
+        if round_ == 2:
+            ranks[1][count - 1] = float("nan")
+        for giver, (given, error, code) in enumerate(zip(ranks, errors, codes, strict=True)):
+            coding = Coding(codec, WIRE[dtype], count, error.ctypes.data, 0, Draw(key_of(NAME), round_, 2, giver))
+            codecs.encode(coding, [given.data_ptr()], code.ctypes.data)
+        results = [torch.full((count,), 7.0, dtype=dtype) for _ in range(2)]
+        coding = Coding(codec, WIRE[dtype], count, draw=Draw(key_of(NAME), round_, 2))
+        codecs.add_up(coding, [each.ctypes.data for each in codes], [each.data_ptr() for each in results], divisor)
+        due = expected(ranks, divisor)
+        assert all(torch.equal(bits(each), bits(due)) for each in results), f"round {round_}"
+        assert expected.errors is not None
+        for mine, theirs in zip(errors, expected.errors, strict=True):
+            assert torch.equal(bits(torch.from_numpy(mine)), bits(theirs))
+
+
+@pytest.mark.parametrize("codec", [each for each in FAST if not each.is_thc], ids=str)
+def test_pieces_are_added_up_as_in_plain_torch(codec: Codec) -> None:
+    compare_pieces(codec, (1 << 16) + codec.block + 3, torch.float32, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [each for each in CODECS if not each.is_thc], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pieces_of_other_dtypes(codec: Codec, dtype: torch.dtype) -> None:
+    compare_pieces(codec, 5_001, dtype, 2)
+
+
 @pytest.mark.parametrize("codec", [THC, THC_WIDE], ids=str)
 def test_thc_adds_integers(codec: Codec) -> None:
     """From the second round on, for any number of machines; where lanes are full, none overflows."""

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,21 @@ def right(layout: str, *cases: str, **environ: str) -> set[str]:
 
 def test_like_one_process() -> None:
     assert right("-np 1 --machines 2", "int8_ef") == {"int8_ef"}
+
+
+@pytest.mark.slow
+def test_the_codec_saves_what_it_promises(tmp_path: Path) -> None:
+    """All else travels by gloo: the service carries coded gradients, and little that ranks agree on."""
+    report = tmp_path / "report.json"
+    assert right(f"-np 1 --machines 2 --report {report}", "int8", TEST_BACKEND="gloo") == {"int8"}
+    width, ranks, steps = 37, 2, 4  # of the program
+    shapes = [[(2 * width, width), (2 * width, 1), (width, 2 * width)]] * 2 + [[(3, width), (3, 1)]]
+    pieces = [sum(-(-rows // ranks) * columns for rows, columns in module) for module in shapes]
+    coded = steps * sum(-(-piece // 256) * 260 for piece in pieces)
+    members = [each for each in json.loads(report.read_text())["members"] if each["kind"] == "worker"]
+    for sent in (each[direction] for each in members for direction in ("bytes_sent", "bytes_received")):
+        assert coded <= sent < coded + 4096
+    assert 3.5 * coded < steps * sum(pieces) * 4
 
 
 SOME = ("topk_ef", "errors_go_on", "not_all_parameters", "refused")

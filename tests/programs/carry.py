@@ -7,6 +7,7 @@ import sys
 import numpy as np
 
 from byteps_py.session import Session, open_session
+from byteps_py.tensor_codec import Codec, CodecKind
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 
 WAIT_S = 60.0
@@ -37,8 +38,20 @@ def scatter(session: Session) -> None:
     session.wait(slot, WAIT_S)
 
 
+def coded_scatter(session: Session) -> None:
+    codec = Codec(CodecKind.INT8, error_feedback=True)
+    spec = TensorSpec("coded scatter", DType.FLOAT32, (BYTES // 4,), Op.SUM, scatters=True, codec=codec)
+    (slot,) = session.declare([spec])
+    np.frombuffer(slot.input, np.float32)[:] = 1
+    session.hand_over(slot)
+    session.wait(slot, WAIT_S)
+    if not np.allclose(np.frombuffer(slot.result, np.float32), session.size):
+        raise SystemExit("a wrong sum")
+
+
 if __name__ == "__main__":
     joined = open_session()
-    {"gather": gather, "exchange": exchange, "scatter": scatter}[sys.argv[1]](joined)
+    kinds = {"gather": gather, "exchange": exchange, "scatter": scatter, "coded_scatter": coded_scatter}
+    kinds[sys.argv[1]](joined)
     joined.barrier(WAIT_S)
     joined.close()

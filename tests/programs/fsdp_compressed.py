@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for support
-from support.coded_sums import CodedSums
+from support.coded_sums import CodedPieces, CodedSums
 
 import byteps_py as bps
 from byteps_py.errors import NonFiniteError, UsageError
@@ -88,6 +88,11 @@ def unflat(values: torch.Tensor, gradients: Sequence[torch.Tensor], ranks: int) 
     return found
 
 
+def sums(codec: Any, local_size: Any, name: str, members: int) -> CodedPieces | CodedSums:
+    """Of pieces; of whole gradients where machines need answers."""
+    return CodedSums(codec, local_size, name) if codec.is_thc else CodedPieces(codec, local_size, name, members)
+
+
 class Emulated:
     """The same model in this process, with the gradients of all ranks."""
 
@@ -96,7 +101,7 @@ class Emulated:
         self.units = [list(layer.parameters()) for layer in self.model]
         names = ["0", "1", "(the model)"]
         self.sums = [
-            CodedSums(codec, bps.local_size(), f"FSDP.{name}{title}{self._count(codec, unit)}")
+            sums(codec, bps.local_size(), f"FSDP.{name}{title}{self._count(codec, unit)}", bps.size())
             for name, unit in zip(names, self.units, strict=True)
         ]
 
@@ -210,7 +215,7 @@ class EmulatedReduceScatter:
 
     def __init__(self, codec: Any, name: str, group: Sequence[int]) -> None:
         sizes = [sum(rank // bps.local_size() == machine for rank in group) for machine in range(bps.cross_size())]
-        self._sums = CodedSums(codec, [size for size in sizes if size], name)
+        self._sums = sums(codec, [size for size in sizes if size], name, len(group))
 
     @staticmethod
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

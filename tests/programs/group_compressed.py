@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for support
-from support.coded_sums import CodedSums
+from support.coded_sums import CodedPieces, CodedSums
 
 import byteps_py as bps
 from byteps_py.errors import MismatchError
@@ -68,14 +68,15 @@ def all_reduce(compressions: Sequence[type[Compressor]], dtypes: Sequence[torch.
 
 @case
 def other_operations() -> None:
-    """Pieces of a coded sum; and what has no codec travels as it is."""
+    """Pieces are coded one by one; and what has no codec travels as it is."""
     group = group_of(bps.Compression.int8)
     given = [contribution(rank, 5)[:, :20_000] for rank in range(bps.size())]
     assert INT8.compression.codec is not None
     due = CodedSums(INT8.compression.codec, bps.local_size())([each.contiguous() for each in given])
+    pieces = CodedPieces(INT8.compression.codec, bps.local_size(), "", bps.size())([t.flatten() for t in given])
     piece = torch.empty(due.numel() // bps.size())
     reduce_scatter_single(piece, given[bps.rank()].contiguous().flatten(), group)
-    assert torch.equal(piece, due.flatten().chunk(bps.size())[bps.rank()])
+    assert torch.equal(piece, pieces.chunk(bps.size())[bps.rank()])
     whole = given[bps.rank()].clone()
     work = dist.all_reduce(whole, group=group, async_op=True)
     assert work is not None

@@ -106,6 +106,19 @@ class Codecs:
         for output in outputs:
             self._memory.at(output, coding.count * coding.dtype.itemsize)[:] = result
 
+    def add_up(self, coding: Coding, sources: Sequence[int], outputs: Sequence[int], divisor: int) -> None:
+        codes = [self._read(source, coding.codec.coded_nbytes(coding.count)) for source in sources]
+        results = [self._memory.at(output, coding.count * coding.dtype.itemsize) for output in outputs]
+        if coding.codec != INT8:
+            places = [[each.ctypes.data for each in those] for those in (codes, results)]
+            codecs.add_up(coding, places[0], places[1], divisor)
+            return
+        total = decoded(codes[0])[: coding.count]
+        for each in codes[1:]:
+            total = total + decoded(each)[: coding.count]
+        for result in results:
+            result[:] = from_floats(coding.dtype, total, divisor)
+
     def encode_change(self, coding: Coding, source: int, results: Sequence[int], output: int) -> None:
         change, kept = self._floats(source, coding), self._floats(results[0], coding)
         data = coded([change - kept])

@@ -45,12 +45,17 @@ class CodedName(Name):
             self.is_kept = rng.random() < 0.4
             if self.is_kept:
                 shape, codec = (rng.choice(_COUNTS),), rng.choice(_WITH_PAST)
-                self.kept = TensorSpec(self.name, DType.FLOAT32, shape, group=self.group, codec=codec)
+                scatters = shape[0] == _COUNTS[-1] and not codec.is_thc
+                self.kept = TensorSpec(
+                    self.name, DType.FLOAT32, shape, group=self.group, codec=codec, scatters=scatters
+                )
         if self.kept is not None:
             return self.kept if group is None else replace(self.kept, group=group)
         spec = Name.make_spec(self, rng, size, group)
-        if spec.op is not Op.SUM or spec.scatters or spec.dtype not in (DType.FLOAT32, DType.FLOAT16):
+        if spec.op is not Op.SUM or spec.dtype not in (DType.FLOAT32, DType.FLOAT16):
             return spec
+        if spec.scatters:
+            return replace(spec, shape=(7 * spec.count,), codec=INT8)
         return replace(spec, shape=(rng.choice(_COUNTS),), codec=INT8 if rng.random() < 0.8 else None)
 
 
@@ -73,6 +78,8 @@ class Past:
         self.round += 1
         spec, codec, count = self.spec, self.spec.codec, self.spec.count
         assert codec is not None
+        if spec.scatters:
+            return self._pieces(use, codec, local_sizes)
         nbytes, blocks, key = codec.coded_nbytes(count), -(-count // codec.block), key_of(self.spec.name)
         firsts = np.cumsum([0, *local_sizes]).tolist()
         machines = [range(first, end) for first, end in itertools.pairwise(firsts)]
@@ -96,6 +103,29 @@ class Past:
             codecs.decode(coding, answer.ctypes.data, [result.ctypes.data], 1, source)
         return result.tobytes()
 
+    def _pieces(self, use: Use, codec: Codec, local_sizes: list[int]) -> bytes:
+        """The same of a scattered sum: machines, and for each piece its owner's, one after the other."""
+        spec, count, key = self.spec, self.spec.count, key_of(self.spec.name)
+        firsts = np.cumsum([0, *local_sizes]).tolist()
+        members, result = spec.members(firsts[-1]), np.zeros(count, np.float32)
+        for position in range(len(members)):
+            first, length = spec.piece(position, len(members))
+            block = spec.sent_piece(position, len(members), codec)[0] // codec.item_bytes
+            sources = []
+            for begin, end in itertools.pairwise(firsts):
+                inputs = [use.contribution(rank).copy() for rank in range(begin, end) if use.specs[rank] is not None]
+                if inputs:
+                    state = self.states.setdefault(begin, np.zeros(2 * count, np.float32)).ctypes.data + 4 * first
+                    error, moments = state * codec.error_feedback, (state + 4 * count) * (codec.momentum > 0)
+                    draw = Draw(key, codec.drawn + self.round, block, begin)
+                    coding = Coding(codec, spec.dtype, length, error, moments, draw)
+                    sources.append(np.zeros(codec.coded_nbytes(length), np.uint8))
+                    places = [each.ctypes.data + 4 * first for each in inputs]
+                    codecs.encode(coding, places, sources[-1].ctypes.data)
+            coding = Coding(codec, spec.dtype, length, draw=Draw(key, codec.drawn + self.round, block))
+            codecs.add_up(coding, [each.ctypes.data for each in sources], [result[first:].ctypes.data], 1)
+        return result.tobytes()
+
 
 def results_with_past(program: Program, local_sizes: list[int]) -> dict[int, bytes]:
     """The results of uses that have one, in the order of the program. What is declared anew has no past."""
@@ -103,9 +133,10 @@ def results_with_past(program: Program, local_sizes: list[int]) -> dict[int, byt
     found = {}
     for use in (use for step in program.steps for use in step):
         spec = next(spec for spec in use.specs if spec is not None)
-        if use.is_mismatch or (use.name in pasts and not pasts[use.name].spec.agrees_with(spec)):
+        is_over = use.is_mismatch or use.is_unsupported
+        if is_over or (use.name in pasts and not pasts[use.name].spec.agrees_with(spec)):
             pasts.pop(use.name, None)
-        if use.is_mismatch or spec.codec not in _WITH_PAST:
+        if is_over or spec.codec not in _WITH_PAST:
             continue
         if not are_on_one_machine(spec.members(sum(local_sizes)), local_sizes):
             found[use.id] = pasts.setdefault(use.name, Past(spec)).result(use, local_sizes)

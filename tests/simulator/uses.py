@@ -11,7 +11,7 @@ import numpy as np
 
 from byteps_py.tensors import DType, Op, TensorSpec
 
-from .codecs import coded, decoded, from_floats, to_floats
+from .codecs import Floats, coded, decoded, from_floats, to_floats
 from .memory import Bytes, combine
 from .pieces import Pieces
 
@@ -44,11 +44,26 @@ def are_on_one_machine(ranks: Sequence[int], local_sizes: list[int]) -> bool:
     return len({bisect.bisect(ends, rank) for rank in ranks}) == 1
 
 
-def _coded_sum(spec: TensorSpec, machines: list[list[Bytes]], divisor: int) -> Bytes:
-    """Each machine codes the sum of its ranks; a server codes the sum of these, unless there is only one."""
+def _coded_sum(spec: TensorSpec, machines: list[list[Bytes]], divisor: int, members: int) -> Bytes:
+    """Each machine codes the sum of its ranks; a server codes the sum of these, unless there is only one. Pieces are
+    coded one by one, and their sums are not."""
+    if spec.scatters:
+        parts = [[to_floats(spec.dtype, each) for each in here] for here in machines]
+        return np.concatenate([_coded_piece(spec, parts, divisor, at, members) for at in range(members)])
     given = [coded([to_floats(spec.dtype, each) for each in here]) for here in machines]
     answer = coded([decoded(each) for each in given]) if len(given) > 1 else given[0]
     return from_floats(spec.dtype, decoded(answer)[: spec.count], divisor)
+
+
+def _coded_piece(spec: TensorSpec, machines: list[list[Floats]], divisor: int, position: int, members: int) -> Bytes:
+    first, count = spec.piece(position, members)
+    if not count:
+        return np.empty(0, np.uint8)
+    codes = [decoded(coded([each[first : first + count] for each in here]))[:count] for here in machines]
+    total = codes[0].copy()
+    for each in codes[1:]:
+        total += each
+    return from_floats(spec.dtype, total, divisor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +110,7 @@ class Use:
         divisor = (len(spec.group) if spec.group else rank) if spec.average else 1
         # A machine whose ranks are the whole group sends nothing, so nothing is coded.
         if spec.codec is not None and not are_on_one_machine(spec.group or range(rank), local_sizes):
-            return _coded_sum(spec, machines, divisor).tobytes()
+            return _coded_sum(spec, machines, divisor, len(spec.members(rank))).tobytes()
         sums = [combine(spec.op, spec.dtype, here) for here in machines]
         return combine(spec.op, spec.dtype, sums, divisor).tobytes()
 

@@ -75,11 +75,11 @@ def mixed(value: Words) -> Words:
     return x ^ x >> np.uint64(31)
 
 
-def salts(codec: Codec, name: str, round_: int, giver: int, blocks: int) -> Words:
-    """The salt of each block."""
+def salts(codec: Codec, name: str, round_: int, giver: int, blocks: int, first: int = 0) -> Words:
+    """The salt of each block, from ``first`` on."""
     data = struct.pack("<IQQI", codec.seed, key_of(name), round_, giver)
     stream = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), "<u8")
-    return mixed(stream + mixed(np.arange(blocks, dtype=np.uint64)))
+    return mixed(stream + mixed(np.arange(first, first + blocks, dtype=np.uint64)))
 
 
 def noise(salt: Words) -> npt.NDArray[np.uint32]:
@@ -167,7 +167,8 @@ def in_two_bits(blocks: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 @dataclass
 class CodedSums:
     """Sums of one tensor over machines of ``local_size`` ranks each, or of so many as a list says. ``name``: as the
-    services know it."""
+    services know it. ``is_answered``: the sum is coded, too; of pieces it is not. ``first_block``: of a piece, in its
+    tensor."""
 
     codec: Codec
     local_size: int | Sequence[int] = 1
@@ -177,6 +178,8 @@ class CodedSums:
     agreed: torch.Tensor | None = None
     integer_blocks: int = 0  # of THC, in the last round: those that were added as integers
     round: int = 0
+    is_answered: bool = True
+    first_block: int = 0
 
     def __call__(self, tensors: Sequence[torch.Tensor], divisor: int = 1) -> torch.Tensor:
         """The result of one round, of the ranks' ``tensors`` in order."""
@@ -236,7 +239,7 @@ class CodedSums:
             return signs(codec.kind is CodecKind.ONEBIT_SCALED, value, value.numel())
         if codec.entries:
             blocks = -(-value.numel() // codec.block)
-            return dithered(codec, value, salts(codec, self.name, self.round, giver, blocks))
+            return dithered(codec, value, salts(codec, self.name, self.round, giver, blocks, self.first_block))
         return scaled(codec.kind, value)
 
     def _rounded(self, sums: list[torch.Tensor], givers: list[int]) -> torch.Tensor:
@@ -244,12 +247,13 @@ class CodedSums:
         assert self.errors is not None
         for machine, (value, code) in enumerate(zip(sums, sent, strict=True)):
             self.errors[machine] = torch.where(self._is_bad(value), self.errors[machine], value - code)
-        return self._coded(self._folded(sent), 0xFFFFFFFF)
+        total = self._folded(sent)
+        return self._coded(total, 0xFFFFFFFF) if self.is_answered else total
 
     def _randomk(self, sums: list[torch.Tensor]) -> torch.Tensor:
         assert self.errors is not None
         count, size = sums[0].numel(), self.codec.block
-        salt = salts(self.codec, self.name, self.round, 0xFFFFFFFF, -(-count // size))
+        salt = salts(self.codec, self.name, self.round, 0xFFFFFFFF, -(-count // size), self.first_block)
         chosen = torch.zeros(len(salt), size, dtype=torch.bool)
         chosen.scatter_(1, torch.from_numpy(drawn_positions(self.codec, salt)), True)
         is_sent, sent = chosen.flatten()[:count], []
@@ -312,6 +316,8 @@ class CodedSums:
         if is_short:
             result = in_two_bits(total, answered)
             answered = result != 0
+        if not self.is_answered:
+            result, answered = total, torch.ones_like(answered)
         for machine, (each, code, which) in enumerate(zip(blocks, codes, chosen, strict=True)):
             kept = blocks_of(self.errors[machine], size)
             bad = ~each.isfinite().all(1, keepdim=True)
@@ -319,3 +325,25 @@ class CodedSums:
             error = torch.where(bad, kept, torch.where(which & ~answered, lacking + code, lacking))
             self.errors[machine] = error.flatten()[:count]
         return result.flatten()[:count]
+
+
+class CodedPieces:
+    """The same of scattered sums, whose pieces, so many rows for each of ``members`` ranks, machines code one by one.
+    Returns all pieces, one after the other."""
+
+    def __init__(self, codec: Codec, local_size: int | Sequence[int], name: str, members: int) -> None:
+        self.codec = codec
+        self._facts = codec, local_size, name
+        self._members = members
+        self._pieces: list[CodedSums] = []
+
+    def __call__(self, tensors: Sequence[torch.Tensor], divisor: int = 1) -> torch.Tensor:
+        """See CodedSums."""
+        parts = [torch.tensor_split(tensor, self._members) for tensor in tensors]
+        counts = [-(-piece.numel() // self.codec.block) for piece in parts[0]]
+        self._pieces = self._pieces or [
+            CodedSums(*self._facts, is_answered=False, first_block=first)
+            for first in itertools.accumulate(counts[:-1], initial=0)
+        ]
+        each = zip(self._pieces, zip(*parts, strict=True), strict=True)
+        return torch.cat([piece(given, divisor) for piece, given in each]).view(tensors[0].shape)

@@ -25,7 +25,7 @@ from byteps_py.tensors import Layout, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context, use
 from byteps_py.torch.collectives.dtypes import WIRE
 
-from .coded_sums import CodedSums
+from .coded_sums import CodedPieces, CodedSums
 
 T = TypeVar("T")
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
@@ -103,7 +103,7 @@ class ThreadedCluster:
         self.plans: list[str] = []  # names under which plans of optimizers were compared
         self.fatal: BytePSError | None = None
         self.arrived = 0
-        self.coded: dict[str, CodedSums] = {}  # by the name of a tensor with a codec
+        self.coded: dict[str, CodedSums | CodedPieces] = {}  # by the name of a tensor with a codec
         self.joined: list[int] = []  # ranks, in the order in which they came, of all joins
 
     def settings_of(self, rank: int) -> Settings:
@@ -211,8 +211,13 @@ class ThreadedCluster:
                 if spec.codec is not None and len(machines) > 1:
                     coded = self.coded.get(name)
                     if coded is None or coded.codec != spec.codec:
-                        coded = self.coded[name] = CodedSums(spec.codec, machines, name)
-                    result = coded(parts, len(parts) if spec.average else 1)
+                        coded = self.coded[name] = (
+                            CodedPieces(spec.codec, machines, name, len(members))
+                            if spec.scatters
+                            else CodedSums(spec.codec, machines, name)
+                        )
+                    shaped = [part.view(spec.shape) for part in parts]
+                    result = coded(shaped, len(parts) if spec.average else 1).flatten()
             answer = result.view(torch.uint8).numpy().tobytes()
         for position, contribution in enumerate(contributions):
             mine = answer

@@ -154,7 +154,8 @@ class PlacementView:
                 f"{self.max_partitions} are the most: set a larger BYTEPS_PARTITION_BYTES"
             )
         if spec.scatters:
-            return scattered_pieces(spec, self._topology.size, limit, self._chunk_bytes)
+            codec = None if is_alone else spec.codec
+            return scattered_pieces(spec, self._topology.size, limit, self._chunk_bytes, codec)
         if spec.op is Op.BROADCAST and not is_alone:
             return broadcast_pieces(spec, self._topology)
         table = self._table_of(spec)

@@ -6,6 +6,10 @@
 
 So a machine sends and receives (n-1)/n of the tensor, the least there can be, and no server is on the way. A round is
 over for a machine once its own pieces are delivered and the others have taken theirs: they may change then.
+
+With a codec a machine codes its sum of each piece by itself, also of its own ranks' pieces, and lends the code. The
+owner's machine adds what the codes decode to. That goes to no other machine, so it is not coded again: there is no
+answer of which a machine would have to know what it lacks.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import TensorSpec, split
 from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.worker.core.credit import PushQueue
@@ -35,23 +40,34 @@ from byteps_py.worker.core.tensor import (
 MAX_EARLY = 1 << 16
 
 
-def pieces(spec: TensorSpec, size: int, limit: int, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int, int]]:
+def pieces(
+    spec: TensorSpec, size: int, limit: int, chunk_bytes: int = CHUNK_BYTES, codec: Codec | None = None
+) -> list[tuple[int, int, int]]:
     """(offset, length, owner's global rank) of the parts of a tensor, none longer than ``limit`` bytes, in the order in
-    which ranks write them.
+    which ranks write them. With a codec, of what machines send; a part has one block at least.
 
     >>> from byteps_py.tensors import DType
     >>> pieces(TensorSpec("g", DType.FLOAT32, (5, 2), scatters=True), size=2, limit=16)
     [(0, 12, 0), (12, 12, 0), (24, 16, 1)]
     """
     members = spec.members(size)
-    itemsize = spec.dtype.itemsize
+    unit = spec.dtype.itemsize if codec is None else codec.item_bytes
     chunks = TensorChunks(spec, size, chunk_bytes)
     found = []
     for position, rank in enumerate(members):
-        first, count = spec.piece(position, len(members))
-        for offset, length in split(count * itemsize, limit, itemsize):
-            found.append((chunks.written(position, offset + length), (first * itemsize + offset, length, rank)))
+        first, nbytes = spec.sent_piece(position, len(members), codec)
+        for offset, length in split(nbytes, max(limit, unit), unit):
+            end = dense_end(spec, position, len(members), codec, offset + length)
+            found.append((chunks.written(position, end), (first + offset, length, rank)))
     return [piece for _, piece in sorted(found)]
+
+
+def dense_end(spec: TensorSpec, position: int, members: int, codec: Codec | None, nbytes: int) -> int:
+    """How many bytes of a rank's piece the first ``nbytes`` that machines send of it stand for."""
+    if codec is None:
+        return nbytes
+    _, count = spec.piece(position, members)
+    return min(nbytes // codec.item_bytes * codec.block, count) * spec.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -89,14 +105,19 @@ class Scatter:
         key = self._keys.setdefault(tensor.key, _ScatteredKey())
         key.tensors[tensor.generation] = tensor
         key.latest = tensor.generation
-        first = tensor.spec.members(len(self._machine_of))
-        itemsize = tensor.spec.dtype.itemsize
-        chunks = TensorChunks(tensor.spec, len(self._machine_of), self._chunk_bytes)
+        spec, codec = tensor.spec, tensor.codec
+        ranks = spec.members(len(self._machine_of))
+        chunks = TensorChunks(spec, len(self._machine_of), self._chunk_bytes)
         for part in tensor.parts:
             if isinstance(part, ScatterPart):
-                position = first.index(part.owner)
-                part.piece_offset = tensor.spec.piece(position, len(first))[0] * itemsize
-                part.written_bytes = chunks.written(position, part.offset + part.length - part.piece_offset)
+                position = ranks.index(part.owner)
+                first = part.offset - spec.sent_piece(position, len(ranks), codec)[0]
+                begin, end = (
+                    dense_end(spec, position, len(ranks), codec, nbytes) for nbytes in (first, first + part.length)
+                )
+                part.piece_offset, _ = spec.sent_piece(position, len(ranks), None)
+                part.dense_offset, part.dense_length = part.piece_offset + begin, end - begin
+                part.written_bytes = chunks.written(position, end)
         early = key.early.pop(tensor.generation, [])
         self._early_count -= len(early)
         for request in early:

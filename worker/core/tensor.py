@@ -268,7 +268,8 @@ class SumRequest:
 @dataclass(slots=True, eq=False)
 class ScatterPart(Part):
     """A partition whose result is for one rank. ``owner``: its global rank; ``piece_offset``: where the owner's piece
-    begins in the tensor. ``request``: the owner's machine has asked for this machine's sum.
+    begins in a rank's memory; ``dense_offset`` and ``dense_length``: where the partition lies there. ``request``: the
+    owner's machine has asked for this machine's sum.
 
     At the owner's machine, in the current round: ``sums``, addresses of the machines' sums; ``missing``, machines that
     have not sent theirs; ``asks``, under way; ``frames``, what keeps received memory.
@@ -276,6 +277,8 @@ class ScatterPart(Part):
 
     owner: int = -1
     piece_offset: int = 0
+    dense_offset: int = 0
+    dense_length: int = 0
     written_bytes: int = 0
     request: SumRequest | None = None
     sums: dict[int, int] = field(default_factory=dict)
@@ -289,7 +292,7 @@ class ScatterPart(Part):
 
     @property
     def result_offset(self) -> int:
-        return self.offset - self.piece_offset
+        return self.dense_offset - self.piece_offset
 
     @property
     def takers(self) -> tuple[RankSlot, ...]:

@@ -1,4 +1,5 @@
-"""Codes this machine's contributions, and decodes servers' answers: of tensors with a codec only.
+"""Codes this machine's contributions, and decodes servers' answers: of tensors with a codec only. Of a scattered sum it
+decodes the other machines' contributions to its ranks' pieces, and adds them.
 
 Parameters with a codec travel as what they change by in a step (see TensorSpec.codec): their owner's service adds what
 its code decodes to to the results of its ranks, as the services of other machines do with theirs. So all ranks have the
@@ -26,7 +27,7 @@ from byteps_py.runtime import Codecs, Runtime
 from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import Op
 from byteps_py.worker.core.hosted_steps import MakeStep
-from byteps_py.worker.core.tensor import REDUCING, Compute, Part, Tensor
+from byteps_py.worker.core.tensor import REDUCING, Compute, Part, ScatterPart, Tensor
 
 
 class CodedParts:
@@ -40,7 +41,8 @@ class CodedParts:
         self._states: dict[Tensor, tuple[object, int]] = {}  # (what holds the memory, address)
 
     def bind(self, compute: Compute, codec: Codec) -> Callable[[], None]:
-        """The work of ``compute``: to code the sum of the local ranks, or to decode an answer for them."""
+        """The work of ``compute``: to code the sum of the local ranks, or to decode an answer for them; of a piece of
+        theirs, to add up what machines have sent."""
         part, tensor = compute.part, compute.part.tensor
         if tensor.spec.op is Op.BROADCAST:
             return functools.partial(_add_change, self._codecs, Coding(codec, tensor.spec.dtype, part.count), compute)
@@ -50,6 +52,8 @@ class CodedParts:
         coding = Coding(codec, tensor.spec.dtype, part.count, error, moments, draw, agreed, machines)
         if part.stage is REDUCING:
             return functools.partial(_encode, self._codecs, coding, compute, state)
+        if isinstance(part, ScatterPart):
+            return functools.partial(_add_up, self._codecs, coding, compute)
         given = tensor.contribution.address + part.offset
         return functools.partial(_decode, self._codecs, coding, compute, given, state)
 
@@ -70,8 +74,8 @@ class CodedParts:
         if not any(sizes):
             return None, 0, 0, 0
         state, start = self._states.get(part.tensor) or self._begin(part.tensor, sum(sizes))
-        block = part.offset // codec.item_bytes
-        before = (4 * block * codec.block, 4 * block * codec.block, 4 * block)
+        element = part.dense_offset // part.tensor.spec.dtype.itemsize
+        before = (4 * element, 4 * element, 4 * (part.offset // codec.item_bytes))
         starts = itertools.accumulate(sizes, initial=start)
         error, moments, agreed = (
             at + passed if size else 0 for at, passed, size in zip(starts, before, sizes, strict=False)
@@ -129,6 +133,10 @@ def _encode(codecs: Codecs, coding: Coding, compute: Compute, state: object) -> 
 
 def _decode(codecs: Codecs, coding: Coding, compute: Compute, given: int, state: object) -> None:
     codecs.decode(coding, compute.inputs[0], compute.outputs, compute.divisor, given)
+
+
+def _add_up(codecs: Codecs, coding: Coding, compute: Compute) -> None:
+    codecs.add_up(coding, compute.inputs, compute.outputs, compute.divisor)
 
 
 def _add_change(codecs: Codecs, coding: Coding, compute: Compute) -> None:

@@ -67,7 +67,7 @@ class SlotMemory:
             inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
             result = inputs[0]
         elif spec.scatters:
-            lends_input = self._inputs_are_contributions and len(spec.group) != 1
+            lends_input = self._inputs_are_contributions and len(spec.group) != 1 and spec.codec is None
             inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
             result = rank.allocate(spec.result_nbytes(self._first_rank + rank.local_rank, self._size))
         elif self._inputs_are_contributions and len(spec.group) != 1 and spec.codec is None:
@@ -110,6 +110,9 @@ class SlotMemory:
         has_own = not self._inputs_are_contributions or tensor.codec is not None
         if not tensor.is_alone and has_own and tensor.contributes:
             nbytes = tensor.spec.sent_nbytes
+            if tensor.spec.scatters:
+                members = len(tensor.spec.members(topology.size))
+                nbytes = sum(tensor.spec.sent_piece(members - 1, members, tensor.codec))
             tensor.contributions = (self.machine.allocate(nbytes), self.machine.allocate(nbytes))
 
     def give_answer_block(self, part: Part) -> Block:

@@ -303,11 +303,12 @@ class ReductionCollectives(GroupBase):
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Work:
         how = self._reduction_of(opts, None, output.dtype)
-        if how.fold is not None or self._coded(how, inputs).codec is not None:  # members get the whole coded sum
+        if how.fold is not None:
             return self._reduce_uneven(
                 output, list(torch.cat([t.reshape(-1) for t in inputs]).chunk(self.size())), opts
             )
         self._input_check.check(what, inputs, how)
+        how = self._coded(how, inputs)
         is_awaited = not getattr(opts, "asyncOp", True)
         call = Call(what, [output], self._timeout_s(opts))
         if not (how.average and is_summed_wider(output.dtype)):

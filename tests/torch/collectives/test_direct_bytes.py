@@ -12,6 +12,8 @@ PROGRAM = Path(__file__).parents[2] / "programs" / "carry.py"
 BYTES = 60_000
 MACHINES, RANKS = 3, 2
 OTHERS = BYTES * (MACHINES - 1) // MACHINES
+#: Of each other machine's ranks a piece in int8: blocks of 256 elements, the last one filled up, with a scale.
+CODED = (MACHINES - 1) * RANKS * -(-BYTES // 4 // (MACHINES * RANKS) // 256) * 260
 #: What each machine sends and receives, with 3 machines of 2 ranks.
 CARRIED = {
     # A piece goes once to each other machine, however many ranks it has.
@@ -20,6 +22,7 @@ CARRIED = {
     "exchange": [(OTHERS * RANKS, OTHERS * RANKS)] * MACHINES,
     # Local ranks' tensors are summed first.
     "scatter": [(OTHERS, OTHERS)] * MACHINES,
+    "coded_scatter": [(CODED, CODED)] * MACHINES,
 }
 
 
