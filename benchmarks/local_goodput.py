@@ -1,7 +1,7 @@
 """Goodput of rare synchronisation while machines are killed and come back.
 
     python -m benchmarks.local_goodput [--machines 4] [--mbit 2] [--delay-ms 100] [--kill-every 30] [--seconds 90]
-        [--step-ms 100] [--contenders diloco diloco_topk decoupled] [--json FILE]
+        [--step-ms 100] [--contenders diloco diloco_topk decoupled decoupled_topk] [--json FILE]
 
 Hosts are network namespaces with shaped links (root needed). One rank on each trains the GPT of examples/gpt.py in an
 elastic job; a step takes ``--step-ms``, most of which it sleeps, as if a GPU computed. In the second half of each turn
@@ -30,7 +30,7 @@ from benchmarks.turns import Command
 from byteps_py.launch.process_guard import TOKEN_VARIABLE, sweep
 
 ROOT = Path(__file__).parent.parent
-CONTENDERS = ("diloco", "diloco_topk", "decoupled")
+CONTENDERS = ("diloco", "diloco_topk", "decoupled", "decoupled_topk")
 _LIMIT_S = 120
 
 

@@ -22,9 +22,11 @@ def made(name: str, model: torch.nn.Module, every: int) -> Any:
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
     outer = torch.optim.SGD(model.parameters(), lr=1.0)
     streaming = bps.local.Streaming(delay=min(10, every - 1))
-    if name == "decoupled":
-        return bps.local.DecoupledDiLoCo(model, inner, outer, every=every, quorum=2, streaming=streaming)
     topk = bps.Compression.topk(0.03, bits=2)
+    if name.startswith("decoupled"):
+        compression = topk if name.endswith("topk") else bps.Compression.none
+        how = {"quorum": 2, "streaming": streaming, "compression": compression}
+        return bps.local.DecoupledDiLoCo(model, inner, outer, every=every, **how)
     compression = topk if name == "diloco_topk" else bps.Compression.with_error_feedback(bps.Compression.int8)
     return bps.local.DiLoCo(model, inner, outer, every=every, streaming=streaming, compression=compression)
 

@@ -160,7 +160,8 @@ class TensorSpec:
             SUM is placed and answered as one without owners, and a BROADCAST stays on its machine.
         remark: a sentence for ``bps status``, at most 256 bytes. Ranks may give different ones.
         codec: the form in which a SUM of floating elements of at most 32 bits travels between machines, if several take
-            part; None for that of its dtype. With ``scatters``, each piece is coded by itself. CHANGES of a BROADCAST
+            part; None for that of its dtype. With ``scatters``, each piece is coded by itself. Of an ACCUMULATE of
+            float32: the form of changes; servers and machines keep values as they are. CHANGES of a BROADCAST
             of float32, with one owner for each partition: what travels is added to the result of the round before.
         staleness: of an ACCUMULATE, by how many rounds a machine may be ahead of the slowest one, at least 1, or
             NO_BOUND: it gets the sum once each machine has given to the round ``staleness`` before. 0 for other
@@ -244,6 +245,8 @@ class TensorSpec:
         has_one_owner = bool(self.ownership) and not self.is_replicated
         if self.op is Op.BROADCAST and has_one_owner and codec == CHANGES and self.dtype is DType.FLOAT32:
             return
+        if self.op is Op.ACCUMULATE and not (codec.draws or codec.is_thc or codec.momentum):
+            return
         lacks_answers = (has_one_owner and codec.needs_answers) or (self.scatters and codec.is_thc)
         if self.op is not Op.SUM or lacks_answers or self.is_shadowed:
             raise UsageError(
@@ -294,12 +297,18 @@ class TensorSpec:
     @property
     def sent_nbytes(self) -> int:
         """The size in bytes of what a machine sends of it to other machines; of one that scatters with a codec, see
-        ``sent_piece``."""
-        return self.nbytes if self.codec is None else self.codec.coded_nbytes(self.count)
+        ``sent_piece``. Of an ACCUMULATE with a codec, that of values, up to the end of the last block."""
+        if self.codec is None:
+            return self.nbytes
+        if self.op is Op.ACCUMULATE:
+            return -(-self.count // self.codec.block) * self.sent_itemsize
+        return self.codec.coded_nbytes(self.count)
 
     @property
     def sent_itemsize(self) -> int:
         """The size in bytes of what is never cut, of that: an element, or a coded block."""
+        if self.codec is not None and self.op is Op.ACCUMULATE:
+            return self.codec.block * self.dtype.itemsize
         return self.dtype.itemsize if self.codec is None else self.codec.item_bytes
 
     @property

@@ -17,6 +17,11 @@ it, and gives it again. So the newest copy and what is in flight are all there i
     GATHERING ─the same, and no copy has more than the server's own values─► SERVING
     any state ─the first message of a newer epoch─► GATHERING
 
+With a codec, changes travel coded, and values as they are. What a server adds is what a code decodes to. It keeps the
+codes that it has added last, and a machine that says which version it has gets those that it lacks, if they are shorter
+than the values: it makes the same additions in the same order, so its copy has the same bits, and is as good as any for
+a server that has lost them.
+
 Servers and machines ignore messages of an older epoch: answers and additions of the server before never count once its
 successor has gathered. Values end with their group of machines: the next one brings a first
 value again.
@@ -45,7 +50,7 @@ from byteps_py.server.round_state import (
     SendCopy,
     Want,
 )
-from byteps_py.wire.data_link import SUPPLY, Header, Kind, RoundName, name_of
+from byteps_py.wire.data_link import SUPPLY, Header, Kind, RoundName, changes_nbytes, name_of
 
 GATHERING, FETCHING, SERVING = AccumulatorState
 #: Of one server: far more than the partitions of any model.
@@ -149,6 +154,7 @@ class Accumulators(Generic[C]):
             return self._advance(found, now)
         found.values, found.clock = values, [*found.clocks[found.source]]
         found.added_at.clear()
+        found.changes.clear()
         self._serve(found)
         return self._advance(found, now)
 
@@ -163,6 +169,8 @@ class Accumulators(Generic[C]):
         machine, round_ = new.header.sender, new.header.round
         if round_ == found.clock[machine] + 1:
             found.clock[machine] = round_
+            if found.header.codec:
+                found.changes.add(found.version, new, is_change=round_ > 1)
             found.added_at[machine] = found.version
             self._counters.rounds += 1
             self._counters.bytes_summed += new.header.length
@@ -174,7 +182,8 @@ class Accumulators(Generic[C]):
             found.waves.open.discard(machine)
             found.waves.answered[machine] = round_
             self._orders.pop((machine, name_of(new.header)), None)
-            actions.append(SendCopy(new, tuple(found.clock), found.added_at.get(machine, 0)))
+            changes = None if merge.lacking is None else [*merge.lacking, *[new] * merge.adds]
+            actions.append(SendCopy(new, tuple(found.clock), found.added_at.get(machine, 0), changes))
         return actions + self._advance(found, now)
 
     def withdraw(self, header: Header) -> None:
@@ -265,6 +274,7 @@ class Accumulators(Generic[C]):
         found.clocks.clear()
         found.joined.clear()
         found.waves.restart()
+        found.changes.clear()
         self._wanting.pop(found, None)
         self._closing.pop(found, None)
 
@@ -372,8 +382,22 @@ class Accumulators(Generic[C]):
                 answers = answers and (is_next or round_ == last)
             if answers or is_next:
                 found.working = new
-                return [Merge(found, new, adds=is_next and round_ > 1, answers=answers)]
+                lacking = self._lacking(found, new, is_next) if answers else None
+                return [Merge(found, new, is_next and round_ > 1, answers, lacking)]
         return []
+
+    @staticmethod
+    def _lacking(found: Accumulator[C], new: C, is_next: bool) -> list[C] | None:
+        """The changes that a machine lacks of the present values; None if they are not known, or longer than these."""
+        header = new.header
+        version = header.drawn if header.is_coded else 0
+        if not version:
+            return None
+        lacking = [] if is_next and version == found.version else found.changes.since(version)
+        if lacking is None:
+            return None
+        others = sum(change.nbytes for change in lacking if change.header.sender != header.sender)
+        return lacking if changes_nbytes(len(lacking) + is_next, others) < header.length else None
 
     def _is_copy_due(self, found: Accumulator[C]) -> bool:
         """In a replay: a machine gets the values as they are now, before anything else is added."""

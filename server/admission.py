@@ -108,20 +108,26 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
     except (ValueError, UsageError) as error:
         return f"{what}: its compression is unknown: {error}"
     # A block is not cut, however small partitions are to be.
-    most = partition_bytes if codec is None else max(partition_bytes, codec.item_bytes)
+    accumulates = header.op is Op.ACCUMULATE
+    block = 0 if codec is None else 4 * codec.block if accumulates else codec.item_bytes
+    most = max(partition_bytes, block)
     if not 0 < header.length <= most:
         return f"{what}: its length is {header.length} bytes, but a partition has 1 to {most}"
-    if codec is not None and (header.op is not Op.SUM or codec.error_feedback):
+    is_change = accumulates and header.dtype is DType.FLOAT32 and not (codec and (codec.draws or codec.is_thc))
+    if codec is not None and (not (header.op is Op.SUM or is_change) or codec.error_feedback):
         return f"{what}: its compression, {codec}, is not one of a sum on a server"
+    if header.is_coded and (not accumulates or codec is None or header.round == 1):
+        return f"{what}: its payload can't be the code of a change"
     if codec is not None and codec.is_thc and not codec.levels(header.machines or num_machines):
         return f"{what}: {header.machines or num_machines} machines are too many for its compression, {codec}"
     if (header.op is Op.ACCUMULATE) != bool(header.staleness) or (header.staleness and header.machines):
         return f"{what}: an accumulate is for all machines and has a staleness, and nothing else has one"
     if header.quorum and header.staleness != NO_BOUND:
         return f"{what}: a quorum is for an accumulate without a bound"
-    size = header.dtype.itemsize if codec is None else codec.item_bytes
+    size = header.dtype.itemsize if codec is None or accumulates else codec.item_bytes
     if header.length % size or header.offset % size:
-        unit = f"{size}, the size of {header.dtype.name.lower() if codec is None else f'a block of {codec}'}"
+        is_element = codec is None or accumulates
+        unit = f"{size}, the size of {header.dtype.name.lower() if is_element else f'a block of {codec}'}"
         return f"{what}: its length, {header.length}, and its offset, {header.offset}, must be multiples of {unit}"
     is_pull = header.kind is Kind.PULL
     is_pass = header.kind is Kind.PASS
@@ -134,7 +140,7 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
             return f"{what}: in a broadcast, machine {header.root}, the root, pushes and the others pull"
     elif is_pull:
         return f"{what}: only the result of a broadcast can be pulled, not that of a {header.op.name.lower()}"
-    expected = 0 if is_pull or is_pass else header.length
+    expected = 0 if is_pull or is_pass else header.payload_nbytes
     if nbytes != expected:
         return f"{what}: its header announces {expected} bytes of payload, but {nbytes} arrived"
     return ""

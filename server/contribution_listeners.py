@@ -147,22 +147,21 @@ class LocalPeer(Peer):
         segment."""
         payload = answer = None
         if header.kind is Kind.PUSH:
-            payload = self._place(header, header.segment, header.segment_offset)
+            payload = self._place(header, header.segment, header.segment_offset, header.payload_nbytes)
         wants = header.wants_result and not header.is_supply
         if wants and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
-            answer = self._place(header, header.answer_segment, header.answer_offset)
-            if payload and 0 < abs(payload.address - answer.address) < header.length:
+            answer = self._place(header, header.answer_segment, header.answer_offset, header.length)
+            first, second = sorted((payload, answer), key=lambda each: each.address) if payload else (answer, answer)
+            if first.address < second.address < first.address + first.nbytes:
                 raise ProtocolError("the memory for the answer overlaps the contribution")
         return Arrival(header, self, payload.nbytes if payload else 0, payload, answer)
 
-    def _place(self, header: Header, number: int, offset: int) -> SharedMemory:
+    def _place(self, header: Header, number: int, offset: int, nbytes: int) -> SharedMemory:
         segment = self._segments.get(number)
-        if segment is None or offset + header.length > segment.nbytes or offset % header.dtype.itemsize:
+        if segment is None or offset + nbytes > segment.nbytes or offset % header.dtype.itemsize:
             size = f"has {segment.nbytes} bytes" if segment else "was never sent"
-            raise ProtocolError(
-                f"{header.length} bytes at offset {offset} do not lie in segment {number}, which {size}"
-            )
-        return SharedMemory(segment, offset, header.length)
+            raise ProtocolError(f"{nbytes} bytes at offset {offset} do not lie in segment {number}, which {size}")
+        return SharedMemory(segment, offset, nbytes)
 
 
 class LocalListener:

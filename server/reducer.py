@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from byteps_py.codecs import Draw
+from byteps_py.codecs import Coding, Draw
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.seal import Digester
 from byteps_py.errors import ProtocolError
@@ -97,13 +97,15 @@ class OwnMemory(PayloadMemory):
 @dataclass(slots=True, eq=False)
 class Arrival(Contribution):
     """A contribution with its memory, or a CLOCK with its ``text``. ``answer``: where a local peer wants the result;
-    None for a remote one. ``arrived_s``: when it was taken from the network, on the loop's clock."""
+    None for a remote one. ``arrived_s``: when it was taken from the network, on the loop's clock. ``values``: the copy
+    of accumulated values that answers a coded change."""
 
     origin: Peer
     payload: PayloadMemory | None = None
     answer: PayloadMemory | None = None
     arrived_s: float = 0.0
     text: bytes = b""
+    values: PayloadMemory | None = None
 
 
 #: Gets the error, if there was one, and the machines to blame for a result that is not finite (see rank_bits.py).
@@ -172,18 +174,50 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     return KernelCall(inputs, tuple(outputs), result, blames, codec, draw)
 
 
-def plan_merge(merge: Merge[Arrival]) -> KernelCall:
+@dataclass(frozen=True, slots=True)
+class CodedMerge(KernelCall):
+    """Add a coded change, the second input, to values, the first one, and copy these to further outputs."""
+
+    def carry_out(self, runtime: Runtime, op: Op, dtype: DType, nbytes: int) -> int:
+        """See KernelCall."""
+        values, count, copies = self.inputs[0], nbytes // dtype.itemsize, self.outputs
+        if self.codec is not None and len(self.inputs) > 1:
+            copies = copies[1:]
+            runtime.codecs.decode_change(Coding(self.codec, dtype, count), self.inputs[1], (values,))
+        for output in copies:
+            runtime.move(output, values, nbytes)
+        return 0
+
+
+def plan_merge(merge: Merge[Arrival], runtime: Runtime) -> KernelCall:
     """The kernel call for a contribution to an accumulator. The copy for a remote machine is written into the
-    message that it has sent."""
+    message that it has sent, unless that is coded: the accumulator keeps it, and so it keeps a copy of one that lies in
+    memory of its machine."""
     values, arrival = merge.accumulator.values, merge.contribution
     if not isinstance(values, PayloadMemory) or arrival.payload is None:
         raise ProtocolError(f"{merge.accumulator} has no values, or a contribution no bytes")
+    if arrival.header.is_coded:
+        return _plan_coded_merge(merge, values, arrival, runtime)
     inputs = (values.address, arrival.payload.address) if merge.adds else (values.address,)
     outputs = [values.address] if merge.adds else []
     if merge.answers:
         outputs.append((arrival.answer or arrival.payload).address)
     is_sent = merge.answers and arrival.answer is None
     return KernelCall(inputs, tuple(outputs), arrival.payload if is_sent else None)
+
+
+def _plan_coded_merge(merge: Merge[Arrival], values: PayloadMemory, arrival: Arrival, runtime: Runtime) -> CodedMerge:
+    header, payload = arrival.header, arrival.payload
+    if merge.adds and isinstance(payload, SharedMemory):
+        arrival.payload = OwnMemory(runtime.new_buffer(payload.nbytes))
+        runtime.move(arrival.payload.address, payload.address, payload.nbytes)
+    inputs = (values.address, arrival.payload.address) if merge.adds and arrival.payload else (values.address,)
+    outputs = [values.address] if merge.adds else []
+    if merge.copies:
+        if arrival.answer is None:
+            arrival.values = OwnMemory(runtime.new_buffer(header.length))
+        outputs += [each.address for each in (arrival.answer or arrival.values,) if each is not None]
+    return CodedMerge(inputs, tuple(outputs), arrival.values, (), codec_of(header.codec))
 
 
 def copy_to_moved(

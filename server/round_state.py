@@ -215,6 +215,35 @@ class AwaitedRounds(Generic[C]):
         return told
 
 
+class ChangeLog(Generic[C]):
+    """The codes of the changes that were added last to values, so that a machine with a copy of an earlier version gets
+    these instead of all values. It begins anew with each epoch: what a copy of before contains may have been added in
+    another order."""
+
+    def __init__(self) -> None:
+        self._added: deque[tuple[int, C | None]] = deque()  # (version that it made, a coded change), without gaps
+        self._nbytes = 0
+
+    def clear(self) -> None:
+        self._added.clear()
+        self._nbytes = 0
+
+    def add(self, version: int, new: C, is_change: bool) -> None:
+        """A contribution was added; or it was a first value. Forgets what is of no use: changes that are together as
+        long as the values."""
+        self._added.append((version, new if is_change else None))
+        self._nbytes += new.nbytes * is_change
+        while self._nbytes >= new.header.length:
+            _, old = self._added.popleft()
+            self._nbytes -= old.nbytes if old is not None else 0
+
+    def since(self, version: int) -> list[C] | None:
+        """The changes after a version, in order; None if not all of them are known."""
+        if not self._added or self._added[0][0] > version + 1 or self._added[-1][0] < version:
+            return None
+        return [change for made, change in self._added if made > version and change is not None]
+
+
 class AccumulatorState(enum.Enum):
     """See the table in accumulators.py."""
 
@@ -231,7 +260,8 @@ class Accumulator(Generic[C]):
     they contain. ``clocks``: of the machines' copies. ``given``: by machine, the contribution that has no answer, in
     the order in which they came, and since when. ``added_at``: by machine, the version that its last contribution made
     here. ``joined``: machines whose ranks have joined. ``working``: what the thread pool is at. ``source``: the machine
-    whose copy is the newest. ``broken``: why it serves no more. ``waves``: of a quorum.
+    whose copy is the newest. ``broken``: why it serves no more. ``waves``: of a quorum. ``changes``: with a codec, the
+    latest that were added in this epoch, see ChangeLog.
     """
 
     header: Header
@@ -250,6 +280,7 @@ class Accumulator(Generic[C]):
     is_dropped: bool = False
     broken: str = ""
     waves: Waves = field(default_factory=Waves)
+    changes: ChangeLog[C] = field(default_factory=lambda: ChangeLog())
 
     def __str__(self) -> str:
         return f"partition {self.header.index} of tensor key {self.header.key:#018x}"
@@ -349,22 +380,30 @@ class Load(Generic[C]):
 @dataclass(frozen=True, slots=True)
 class Merge(Generic[C]):
     """Add a contribution to the accumulator's values if it ``adds``, and copy these to where its answer is sent from
-    if it ``answers``; then call ``Accumulators.merged``."""
+    if it ``answers``, unless the answer has the changes that its machine lacks (``lacking``: those before this one);
+    then call ``Accumulators.merged``."""
 
     accumulator: Accumulator[C]
     contribution: C
     adds: bool
     answers: bool
+    lacking: list[C] | None = None
+
+    @property
+    def copies(self) -> bool:
+        """The answer has values."""
+        return self.answers and self.lacking is None
 
 
 @dataclass(frozen=True, slots=True)
 class SendCopy(Generic[C]):
     """Send the values that a Merge has copied to the contribution's origin, and before that what they contain, and the
-    version that the contribution made; 0: another server added it."""
+    version that the contribution made; 0: another server added it. ``changes``: to be sent instead of values."""
 
     contribution: C
     clock: tuple[int, ...]
     added_at: int = 0
+    changes: list[C] | None = None
 
 
 Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want | Load[C] | Merge[C] | SendCopy[C]

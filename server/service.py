@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from byteps_py.config.addresses import place_of
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.link_burst import LinkBursts
@@ -76,10 +78,12 @@ from byteps_py.system.stage_recorder import SUM, WAIT_FOR_MACHINES, stage_record
 from byteps_py.tensors import Op
 from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink, RecorderMemory, send_last, send_recordings
 from byteps_py.wire.data_link import (
+    CODED,
     MAX_WAITED_US,
     READER_KINDS,
     Header,
     Kind,
+    pack_changes,
     pack_clock,
     pack_names,
     unpack_clock,
@@ -362,8 +366,8 @@ class SummationService:
                     self._load(action)
                 case Merge():
                     self._merge(action)
-                case SendCopy(arrival, clock, added_at):
-                    self._send_copy(arrival, pack_clock(clock, added_at))
+                case SendCopy(arrival, clock, added_at, changes):
+                    self._send_copy(arrival, pack_clock(clock, added_at), changes)
                 case RefuseContributions(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
                     for arrival in contributions:
@@ -418,14 +422,24 @@ class SummationService:
             self._perform(self._rounds.accumulators.merged(merge, error, self._loop.time()), None)
             self._tick_while_needed()  # in a newer epoch, it waited for the kernel before it asked for clocks
 
-        self._reducer.start(op, header.dtype, header.length, plan_merge(merge), done)
+        self._reducer.start(op, header.dtype, header.length, plan_merge(merge, self._runtime), done)
 
-    def _send_copy(self, arrival: Arrival, clock: bytes) -> None:
-        header, payload = arrival.header, arrival.payload
+    def _send_copy(self, arrival: Arrival, clock: bytes, changes: list[Arrival] | None) -> None:
+        header, payload = arrival.header, arrival.values or arrival.payload
         waited_s = max(0.0, self._loop.time() - arrival.arrived_s)
         header.waited_us = min(int(waited_s * 1e6), MAX_WAITED_US)
         arrival.origin.tell(dataclasses.replace(header, kind=Kind.CLOCK), clock)
-        if arrival.answer is not None or payload is None:  # a local machine has it in its memory
+        header.flags &= ~CODED
+        arrival.values = None  # a coded change is kept
+        if changes is not None:
+            header.flags |= CODED
+            others = [each for each in changes if each.header.sender != header.sender]
+            codes = [each.payload.message().buffer for each in others if each.payload is not None]
+            message = pack_changes([each.header.sender for each in changes], codes)
+            buffer = self._runtime.new_buffer(len(message))
+            buffer[:] = np.frombuffer(message, np.uint8)
+            arrival.origin.answer(header, OwnMemory(buffer).message())
+        elif arrival.answer is not None or payload is None:  # a local machine has it in its memory
             arrival.origin.answer(header, None)
         else:
             arrival.origin.answer(header, payload.message(), payload.digest)

@@ -9,17 +9,19 @@ never allocates memory by a size that a header claims.
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 17
+VERSION = 18
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited | codec
@@ -107,6 +109,9 @@ READER_KINDS = frozenset((Kind.DESCRIBE_STATES, Kind.READ_STATES, Kind.READ_ATTA
 RESENT = 1
 SUPPLY = 2
 NO_RESULT = 4
+#: Of an ACCUMULATE with a codec. In a PUSH: the payload is the code of a change; else it is values. In an ANSWER: it is
+#: changes, see pack_changes; else values.
+CODED = 8
 
 
 @dataclass(slots=True)
@@ -131,13 +136,15 @@ class Header:
         answer_segment: segment of the answer.
         answer_offset: offset of the answer in it.
         machines: number of machines that contribute; 0 for all.
-        flags: RESENT, SUPPLY, NO_RESULT.
+        flags: RESENT, SUPPLY, NO_RESULT, CODED.
         nonfinite_ranks: see rank_bits.py. In a PUSH, the ranks that would make its payload NaN or infinite; 0 if
             the round is not checked. In its ANSWER, the ranks that made the result so.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
-        codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``.
+        codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``. Of an ACCUMULATE, see
+            CODED.
         staleness, quorum: of an ACCUMULATE: see TensorSpec.
-        drawn: of a codec that draws: see Codec.
+        drawn: of a codec that draws: see Codec. Of a PUSH with CODED: the version of the values that the sender has
+            got in this epoch; 0: it needs all values.
 
     >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
     >>> Header.unpack(header.pack()) == header
@@ -178,6 +185,18 @@ class Header:
     def is_supply(self) -> bool:
         """The flag SUPPLY."""
         return bool(self.flags & SUPPLY)
+
+    @property
+    def is_coded(self) -> bool:
+        """The flag CODED."""
+        return bool(self.flags & CODED)
+
+    @property
+    def payload_nbytes(self) -> int:
+        """The size of the payload of a PUSH. Raises ProtocolError if its codec does not exist."""
+        if not self.flags & CODED:
+            return self.length
+        return coded_nbytes(self.codec, self.length // self.dtype.itemsize)
 
     @property
     def wants_result(self) -> bool:
@@ -248,6 +267,50 @@ class Header:
 _KINDS = {int(k): k for k in Kind}
 _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
+
+
+@functools.lru_cache(256)
+def _codec_of(code: int) -> Codec:
+    try:
+        return Codec.from_code(code)
+    except (ValueError, UsageError) as error:
+        raise ProtocolError(f"unknown codec {code:#x} in header: {error}") from None
+
+
+def coded_nbytes(codec: int, count: int) -> int:
+    """The size of the code of ``count`` elements. Raises ProtocolError for an unknown codec."""
+    return _codec_of(codec).coded_nbytes(count)
+
+
+_COUNT = struct.Struct("<I")
+
+
+def pack_changes(machines: Sequence[int], codes: Sequence[bytes | memoryview]) -> bytes:
+    """The payload of an ANSWER with CODED: the machines whose changes bring the values that the receiver has to the
+    present ones, in order, and their codes. The receiver has that of its own change itself, so it is left out of
+    ``codes``."""
+    return b"".join((_COUNT.pack(len(machines)), struct.pack(f"<{len(machines)}I", *machines), *codes))
+
+
+def changes_nbytes(machines: int, codes: int) -> int:
+    """The size of that, with ``codes`` bytes of codes."""
+    return _COUNT.size * (1 + machines) + codes
+
+
+def unpack_changes(data: bytes | memoryview, own: int, size: int) -> list[int]:
+    """Where the code of each change begins, of ``size`` bytes each; -1 for that of machine ``own``. Raises
+    ProtocolError for a payload of another size."""
+    count = _COUNT.unpack_from(data)[0] if len(data) >= _COUNT.size else -1
+    at = changes_nbytes(count, 0)
+    if count < 0 or len(data) < at:
+        raise ProtocolError(f"changes in {len(data)} bytes, which have no room for {count} machines")
+    places = []
+    for machine in struct.unpack_from(f"<{count}I", data, _COUNT.size):
+        places.append(-1 if machine == own else at)
+        at += 0 if machine == own else size
+    if at != len(data):
+        raise ProtocolError(f"changes in {len(data)} bytes, {at} were due")
+    return places
 
 
 #: Names a round of a partition: key, generation, index, round.

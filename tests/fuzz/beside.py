@@ -132,10 +132,11 @@ class ServerBeside(Target):
         header, peer = arrival.header, arrival.origin
         assert isinstance(peer, LocalPeer)
         assert peer.machine == header.sender == _MACHINE
-        assert arrival.nbytes == (header.length if header.kind is Kind.PUSH else 0)
-        for place, number, offset in (
-            (arrival.payload, header.segment, header.segment_offset),
-            (arrival.answer, header.answer_segment, header.answer_offset),
+        nbytes = header.payload_nbytes if header.kind is Kind.PUSH else 0
+        assert arrival.nbytes == nbytes
+        for place, number, offset, size in (
+            (arrival.payload, header.segment, header.segment_offset, nbytes),
+            (arrival.answer, header.answer_segment, header.answer_offset, header.length),
         ):
             if place is None:
                 continue
@@ -143,8 +144,8 @@ class ServerBeside(Target):
             segment = peer._segments[number]
             assert place.address == segment.address + offset
             assert place.address % header.dtype.itemsize == 0
-            assert place.nbytes == header.length
-            assert offset + header.length <= segment.nbytes
+            assert place.nbytes == size
+            assert offset + size <= segment.nbytes
             place.message().bytes[: 1 << 16]  # it is there
         if arrival.answer is not None and self._turn % 2:
             peer.answer(header, None)

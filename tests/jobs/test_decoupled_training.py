@@ -12,6 +12,7 @@ from support.clusters import ROOT
 
 PROGRAM = str(ROOT / "tests" / "programs" / "decoupled.py")
 OPTIONS = "-np 1 --machines 2 --servers 1"
+ALL_CODED = {"BYTEPS_MIN_COMPRESS_BYTES": "0"}
 
 
 def said(*words: str, options: str = OPTIONS, **environ: str) -> list[str]:
@@ -46,6 +47,16 @@ def test_each_rank_loads_its_own_state() -> None:
     assert said("states") == ["resumed: True, 13"] * 2
 
 
+@pytest.mark.parametrize("kind", ["topk", pytest.param("int8", marks=pytest.mark.slow)])
+def test_changes_travel_compressed(kind: str) -> None:
+    assert said("coded", kind, **ALL_CODED) == [f"{kind}: equal: True, near: True"] * 2
+
+
+@pytest.mark.slow
+def test_what_was_not_sent_is_in_the_state_of_a_rank() -> None:
+    assert said("coded_states", **ALL_CODED) == ["errors: True, resumed: True, equal: True"] * 2
+
+
 @pytest.mark.slow
 def test_what_is_wrong_is_named_on_its_rank_and_goes_to_nobody() -> None:
     lines = said("wrong", BYTEPS_NONFINITE="raise")
@@ -56,10 +67,12 @@ def test_what_is_wrong_is_named_on_its_rank_and_goes_to_nobody() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_repeated_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "topk"])
+def test_a_run_is_repeated_bit_for_bit(kind: str, tmp_path: Path) -> None:
     found = []
     for variable in ("BYTEPS_RECORD_ARRIVALS", "BYTEPS_REPLAY_ARRIVALS"):
-        with launch(OPTIONS, "noisy", "40", program=PROGRAM, **{variable: str(tmp_path)}) as job:
+        environ = {variable: str(tmp_path), **ALL_CODED}
+        with launch(OPTIONS, "noisy", "40", *[kind] * bool(kind), program=PROGRAM, **environ) as job:
             assert job.end() == 0, job.text
         found.append(re.findall(r"rank (\d): (\w{64})", job.text))
     assert len(found[0]) == 2

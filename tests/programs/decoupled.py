@@ -41,7 +41,8 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * bps.rank() + step)
         optimizer.zero_grad()
-        (model(torch.randn(5, 4, generator=generator).double()) - bps.rank()).square().mean().backward()
+        inputs = torch.randn(5, 4, generator=generator).to(next(model.parameters()).dtype)
+        (model(inputs) - bps.rank()).square().mean().backward()
         optimizer.step()
 
 
@@ -112,6 +113,45 @@ def states() -> None:
     print(f"resumed: {torch.allclose(weights(again), weights(model), rtol=0, atol=1e-12)}, {resumed.steps}")
 
 
+CODED = {"int8": bps.Compression.int8, "topk": bps.Compression.topk(0.1, bits=2)}
+
+
+def coded(kind: str) -> None:
+    """With a codec changes are about the same, and all of them count."""
+    models = [new_model(bps.rank()).float(), new_model(bps.rank()).float()]
+    for model, compression in zip(models, (CODED[kind], bps.Compression.none), strict=True):
+        optimizer = DecoupledDiLoCo(
+            model, adamw(model), averaging(model), every=6, quorum=2, streaming=Streaming(2), compression=compression
+        )
+        train(model, optimizer, range(27))
+        optimizer.synchronize()
+    print(f"{kind}: equal: {are_equal(models[0])}, near: {torch.allclose(*map(weights, models), rtol=0, atol=0.1)}")
+
+
+def coded_states() -> None:
+    """A rank goes on with what it had not sent."""
+
+    def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    model = new_model().float()
+    how: Any = {"every": 4, "quorum": 2, "compression": CODED["topk"]}
+    optimizer = DecoupledDiLoCo(model, plain(model), averaging(model), **how)
+    train(model, optimizer, range(8))
+    state, own = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    has_errors = all(bool(each.any()) for fragment in state["fragments"] for each in fragment["unsent"])
+    train(model, optimizer, range(8, 16))
+    optimizer.synchronize()
+    again = new_model(5 + bps.rank()).float()
+    resumed = DecoupledDiLoCo(again, plain(again), averaging(again), **how)
+    again.load_state_dict(own)
+    resumed.load_state_dict(state)
+    train(again, resumed, range(8, 16))
+    resumed.synchronize()
+    off = float((weights(again) - weights(model)).abs().max())
+    print(f"errors: {has_errors}, resumed: {off < 1e-4 or off}, equal: {are_equal(again)}")
+
+
 def wrong() -> None:
     model = new_model()
     optimizer = DecoupledDiLoCo(model, adamw(model), every=2, quorum=1)
@@ -134,11 +174,14 @@ def wrong() -> None:
         print(f"UsageError: {error}")
 
 
-def noisy(steps: str) -> None:
+def noisy(steps: str, kind: str = "") -> None:
     """Machines step at random speed, so that waves, and all bits, differ from run to run."""
     speed = random.Random(os.urandom(8))
     model = new_model(width=64)
-    optimizer = DecoupledDiLoCo(model, adamw(model), every=3, quorum=1, streaming=Streaming(2, 1))
+    model = model.float() if kind else model
+    compression = CODED[kind] if kind else bps.Compression.none
+    streaming = Streaming(2, 1)
+    optimizer = DecoupledDiLoCo(model, adamw(model), every=3, quorum=1, streaming=streaming, compression=compression)
     seen = hashlib.sha256()
     for step in range(int(steps)):
         time.sleep(speed.random() * 0.01 * (1 + 5 * bps.rank()))
@@ -181,10 +224,13 @@ def elastic(kind: str) -> None:
     print(f"{bps.size()} ranks ended, trained alone: {alone > 0}, equal: {are_equal(model)}", flush=True)
 
 
+WAYS: tuple[Callable[..., None], ...] = in_step, slow, coded, states, coded_states, wrong, noisy, elastic
+
+
 def main() -> None:
     torch.manual_seed(0)
     bps.init()
-    ways: dict[str, Callable[..., None]] = {way.__name__: way for way in (in_step, slow, states, wrong, noisy, elastic)}
+    ways: dict[str, Callable[..., None]] = {way.__name__: way for way in WAYS}
     name, *arguments = sys.argv[1:]
     ways[name](*arguments)
     bps.shutdown()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from byteps_py.errors import ProtocolError
+from byteps_py.server.admission import objection
 from byteps_py.server.round_state import (
     WANT_AFTER_S,
     WANT_AGAIN_S,
@@ -21,8 +23,9 @@ from byteps_py.server.round_state import (
     Waves,
 )
 from byteps_py.server.rounds import Rounds
+from byteps_py.tensor_codec import Codec, CodecKind
 from byteps_py.tensors import NO_BOUND, DType, Op
-from byteps_py.wire.data_link import NO_RESULT, RESENT, SUPPLY, Header, Kind
+from byteps_py.wire.data_link import CODED, NO_RESULT, RESENT, SUPPLY, Header, Kind
 
 ORIGINS = [f"connection of machine {machine}" for machine in range(4)]
 Actions = list[Action[Contribution]]
@@ -35,7 +38,7 @@ def given(machine: int, round_: int, **facts: object) -> Contribution:
     origin = values.pop("origin", ORIGINS[machine])
     kind = values.pop("kind", Kind.PUSH)
     header = Header(kind, machine, dtype=DType.FLOAT32, op=Op.ACCUMULATE, round=round_, **values)  # type: ignore[arg-type]
-    return Contribution(header, origin, 0 if kind is Kind.PASS else header.length)
+    return Contribution(header, origin, 0 if kind is Kind.PASS else header.payload_nbytes)
 
 
 class Server:
@@ -49,6 +52,7 @@ class Server:
         self.wanted: list[tuple[bool, tuple[int, ...]]] = []  # (a whole copy, of machines)
         self.refused: list[tuple[int, str]] = []
         self.clocks: list[tuple[int, ...]] = []
+        self.brought: list[list[Change] | None] = []  # the changes that were sent instead of values
         self.held: list[Load[Contribution] | Merge[Contribution]] | None = None
         self.now = 0.0
 
@@ -80,9 +84,10 @@ class Server:
                         self.held.append(action)
                     else:
                         self.finish(action)
-                case SendCopy(contribution, clock):
+                case SendCopy(contribution, clock, _, changes):
                     values = self.kept.values
                     assert isinstance(values, list)
+                    self.brought.append(changes and [(each.header.sender, each.header.round) for each in changes])
                     self.clocks.append(clock)
                     self.copies.append((contribution.header.sender, contribution.header.round, sorted(values)))
                 case Want(header, machines):
@@ -486,3 +491,68 @@ def test_a_copy_that_was_lost_on_its_way_does_not_wait_for_another_wave() -> Non
     assert [copy[:2] for copy in server.copies] == [(3, 4)]
     server.tick(13.0)
     assert [copy[:2] for copy in server.copies[1:]] == [(0, 5), (1, 5), (2, 5)]
+
+
+INT8 = Codec(CodecKind.INT8)
+CODES = {"length": 2048, "codec": INT8.code, "staleness": NO_BOUND}  # 512 elements in 520 bytes
+
+
+def of_codes(machines: int = 4) -> Server:
+    """All machines have the first value."""
+    server = Server(machines)
+    for machine in range(machines):
+        server.gives(machine, 1, **CODES)
+    server.brought.clear()
+    return server
+
+
+def brought(server: Server, machine: int, round_: int, version: int, **facts: object) -> list[list[Change] | None]:
+    """What the answers bring to a change of a machine that has the values of this version."""
+    before = len(server.brought)
+    server.gives(machine, round_, **{**CODES, "flags": CODED, "drawn": version, **facts})
+    return server.brought[before:]
+
+
+def test_a_machine_gets_the_changes_that_it_lacks_while_these_are_shorter_than_the_values() -> None:
+    server = of_codes()
+    assert brought(server, 0, 2, version=4) == [[(0, 2)]]  # its own, of which it has the code
+    assert brought(server, 1, 2, version=4) == [[(0, 2), (1, 2)]]
+    assert brought(server, 2, 2, version=0) == [None]  # it has not said what it has
+    assert brought(server, 0, 3, version=5) == [[(1, 2), (2, 2), (0, 3)]]
+    assert brought(server, 3, 2, version=4) == [None]  # four others' are longer than the values
+    assert brought(server, 3, 3, version=9) == [[(3, 3)]]
+    assert sorted(server.kept.values or []) == [(0, 2), (0, 3), (1, 2), (2, 2), (3, 2), (3, 3)]  # type: ignore[call-overload]
+
+
+def test_a_machine_that_asks_again_gets_the_same_changes() -> None:
+    server = of_codes()
+    assert brought(server, 0, 2, version=4) == [[(0, 2)]]
+    assert brought(server, 1, 2, version=4) == [[(0, 2), (1, 2)]]
+    again = {"flags": CODED | RESENT, "origin": "its next connection"}
+    assert brought(server, 0, 2, version=4, **again) == [[(0, 2), (1, 2)]]
+    assert brought(server, 0, 2, version=7, **again) == [None]  # there is no such version
+
+
+def test_changes_of_an_earlier_epoch_are_not_brought() -> None:
+    """Another server may have added them in another order."""
+    server = of_codes(2)
+    assert brought(server, 0, 2, version=2) == [[(0, 2)]]
+    server.rounds.membership(2, 2, now=1.0)
+    for machine, clock in enumerate(((2, 1), (1, 1))):
+        server.gives(machine, clock[machine] + 1, **{**CODES, "flags": CODED | RESENT, "epoch": 2})
+        server.says(machine, clock, epoch=2)
+    assert server.brought[-2:] == [None, None]
+    assert brought(server, 1, 3, version=5, epoch=2) == [[(1, 3)]]
+
+
+def test_what_can_not_be_the_code_of_a_change_is_refused() -> None:
+    for facts, text in (
+        ({"round": 1}, "its payload can't be the code of a change"),
+        ({"codec": 0}, "its payload can't be the code of a change"),
+        ({"codec": Codec.randomk(0.1).code}, "is not one of a sum on a server"),
+        ({"dtype": DType.FLOAT16}, "is not one of a sum on a server"),
+        ({}, "its header announces 520 bytes of payload, but 521 arrived"),
+    ):
+        said = replace(given(0, 2, **{**CODES, "flags": CODED}).header, **facts)  # type: ignore[arg-type]
+        assert text in objection(said, 521, 4, 4096)
+    assert objection(given(0, 2, **{**CODES, "flags": CODED}).header, 520, 4, 2048) == ""

@@ -2,6 +2,8 @@
 
 The values count: element e of each partition belongs to rank e, which adds 1 to it with each of its changes. So every
 copy of a partition says by itself whose changes it contains, and how many.
+
+Some travel as int8, in blocks: then element e of each block belongs to rank e % 12, and the last elements to nobody.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import numpy as np
 
 from byteps_py.arrivals import LoggedChange
 from byteps_py.session import Slot
+from byteps_py.tensor_codec import SCALED_BLOCK, Codec, CodecKind
 from byteps_py.tensors import NO_BOUND, DType, Op, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.tensor import AccumulatedPart, Part
 
 from .cluster import Cluster
+from .codecs import INT8, decoded
 from .ledger import Ledger
 from .memory import Wide
 from .outages import OutageCluster
@@ -31,6 +35,25 @@ from .world import InvariantError
 RANKS = 12  # at most, see Cluster
 _PARTITION_BYTES = 8 * RANKS
 _FIRST = 1000  # of the first values
+_OWNED = SCALED_BLOCK // RANKS * RANKS  # of a block
+
+
+def _owners(spec: TensorSpec) -> Wide:
+    """Whose each element is; -1: nobody's."""
+    if spec.codec is None:
+        return np.arange(spec.count) % RANKS
+    place = np.arange(spec.count) % SCALED_BLOCK
+    return np.where(place < _OWNED, place % RANKS, -1)
+
+
+def _by_rank(spec: TensorSpec, counts: Wide) -> Wide:
+    """Rows of as many elements as there may be ranks, each within a partition."""
+    if spec.codec is None:
+        return counts.reshape(-1, RANKS)
+    blocks = counts.reshape(-1, SCALED_BLOCK)
+    if blocks[:, _OWNED:].any():
+        raise InvariantError(f"{spec.name}: elements of nobody have changed")
+    return blocks[:, :_OWNED].reshape(-1, RANKS)
 
 
 @dataclass(slots=True)
@@ -76,7 +99,11 @@ class AccumulatingProgram(Program):
                 staleness = NO_BOUND
             else:
                 quorum = 0
-            spec = TensorSpec(name, DType.INT64, shape, Op.ACCUMULATE, staleness=staleness, quorum=quorum)
+            dtype, codec = DType.INT64, None
+            if random.Random(f"{name} {rounds} coded").random() < 0.4:
+                dtype, shape = DType.FLOAT32, (SCALED_BLOCK * shape[0] // RANKS,)
+                codec = Codec(CodecKind.INT8, error_feedback=len(rounds) % 2 == 0)
+            spec = TensorSpec(name, dtype, shape, Op.ACCUMULATE, staleness=staleness, quorum=quorum, codec=codec)
             self.phases.append(Phase(spec, rounds, has_joins))
 
 
@@ -87,15 +114,29 @@ class AccumulatingLedger(Ledger):
         super().__init__(*arguments)
         self._copies: dict[object, bytes] = {}
         self.changes: list[LoggedChange] = []  # what machines would log
+        self.changed = 0  # answers that brought changes instead of values
 
     def accepts(self, machine: int, part: Part, round_: int, address: int) -> None:
         if not isinstance(part, AccumulatedPart):
             super().accepts(machine, part, round_, address)
             return
-        self._copies[machine, self._name(part, round_)] = self.memory.at(address, part.length).tobytes()
+        if part.changes:
+            self._copies[machine, self._name(part, round_)] = self._changed(machine, part, round_)
+        else:
+            self._copies[machine, self._name(part, round_)] = self.memory.at(address, part.dense_length).tobytes()
         _, clock, added_at = part.told
         tensor = part.tensor
         self.changes.append(LoggedChange(machine, tensor.name, tensor.generation, part.index, round_, added_at, clock))
+
+    def _changed(self, machine: int, part: AccumulatedPart, round_: int) -> bytes:
+        """The copy before, with the changes that the answer brings."""
+        self.changed += 1
+        values = np.frombuffer(self._copies[machine, self._name(part, round_ - 1)], np.float32).copy()
+        block, own = part.contribution
+        for change in part.changes:
+            code = self.memory.at(change or block.address + own, INT8.coded_nbytes(part.count))
+            values += decoded(code)[: part.count]
+        return values.tobytes()
 
     def supplies(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
         if not isinstance(part, AccumulatedPart):
@@ -124,7 +165,7 @@ class AccumulatingRank(Rank):
         spec, rounds = phase.spec, phase.rounds[self.machine]
         if phase.has_joins and self.random.random() < 0.1:
             rounds = rounds if self.local_sizes[self.machine] > 1 else 0  # it joins before it has begun
-        seen = np.zeros(spec.count, np.int64)
+        seen, kind = np.zeros(spec.count, np.int64), spec.dtype.name.lower()
         phase.given[self.number] = 0
         for round_ in range(1, rounds + 1):
             (slot,) = yield from self._declare([spec])
@@ -135,12 +176,12 @@ class AccumulatingRank(Rank):
             if self.random.random() < 0.1:
                 yield self.random.choice((0.1, 0.5, 3.0))  # it computes slowly
             self.doing = f"accumulating round {round_} of {spec.name}"
-            change = np.arange(spec.count) % RANKS == self.number if round_ > 1 else _FIRST + np.arange(spec.count)
-            np.frombuffer(slot.input, np.int64)[:] = 0 if is_last else change
+            change = _owners(spec) == self.number if round_ > 1 else _FIRST + np.arange(spec.count)
+            np.frombuffer(slot.input, kind)[:] = 0 if is_last else change
             phase.given[self.number] += round_ > 1 and not is_last
             yield from self._swap(slot)
-            values = np.frombuffer(slot.result, np.int64)
-            seen = self._check(phase, round_, values - _FIRST - np.arange(spec.count), seen, is_last)
+            values = np.frombuffer(slot.result, kind)
+            seen = self._check(phase, round_, values.astype(np.int64) - _FIRST - np.arange(spec.count), seen, is_last)
             values[:] = -1  # the user may: it is theirs
         if not phase.has_joins:
             yield from self._barrier()  # no machine may leave before all have got their last copies
@@ -163,7 +204,7 @@ class AccumulatingRank(Rank):
     def _check(self, phase: Phase, round_: int, counts: Wide, seen: Wide, is_last: bool) -> Wide:
         """What a copy contains."""
         who = f"{self.name}, {phase.spec.name}, round {round_}"
-        by_rank = counts.reshape(-1, RANKS)
+        by_rank = _by_rank(phase.spec, counts)
         given = np.array([phase.given.get(rank, 0) for rank in range(RANKS)])
         if (by_rank[:, self.number] != given[self.number]).any():
             raise InvariantError(f"{who}: it has given {given[self.number]} changes, and gets {by_rank.tolist()}")
@@ -193,7 +234,7 @@ class AccumulatingRank(Rank):
             ranks = range(first, first + size)
             first += size
             left += not phase.joined.issuperset(ranks)
-            machines += bool(new.reshape(-1, RANKS)[:, ranks[0]].min() > 0)
+            machines += bool(_by_rank(phase.spec, new)[:, ranks[0]].min() > 0)
         if machines < min(phase.spec.quorum, left) and len(self.world.trials) < 2:
             raise InvariantError(f"{self.name}, {phase.spec.name}, round {round_}: {machines} machines are no quorum")
 

@@ -15,7 +15,7 @@ from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
-from byteps_py.worker.core.tensor import Part
+from byteps_py.worker.core.tensor import AccumulatedPart, Part
 from byteps_py.worker.io.network import Network
 
 from .codecs import coded, decoded, from_floats
@@ -160,22 +160,26 @@ class LedgerNetwork(Network):
         if isinstance(part, OwnedPart) and part.is_own and not part.is_sum:
             self.ledger.sends_parameters(self._me, part, round_)
         if part.contributes or tensor.spec.op is not Op.BROADCAST:
-            self.ledger.gives(
-                self._me, part, round_, self._bytes(part.contribution if part.contributes else None, part)
-            )
+            codec, nbytes = tensor.codec, part.length
+            if isinstance(part, AccumulatedPart):
+                is_coded = codec is not None and part.codes_change(round_)
+                nbytes = codec.coded_nbytes(part.count) if codec is not None and is_coded else part.dense_length
+            given = self._bytes(part.contribution if part.contributes else None, nbytes)
+            self.ledger.gives(self._me, part, round_, given)
         super().push(part, round_)
 
     def supply(self, part: Part, round_: int, server: int) -> None:
         is_asked = part.tensor.spec.op is Op.BROADCAST and not (isinstance(part, OwnedPart) and part.is_own)
         if not is_asked and server in self._links:
-            self.ledger.supplies(self._me, part, round_, self._bytes(part.given(round_), part))
+            nbytes = part.dense_length if isinstance(part, AccumulatedPart) else part.length
+            self.ledger.supplies(self._me, part, round_, self._bytes(part.given(round_), nbytes))
         super().supply(part, round_, server)
 
-    def _bytes(self, place: tuple[Block, int] | None, part: Part) -> bytes | None:
+    def _bytes(self, place: tuple[Block, int] | None, nbytes: int) -> bytes | None:
         if place is None:
             return None
         block, offset = place
-        return self.ledger.memory.at(block.address + offset, part.length).tobytes()
+        return self.ledger.memory.at(block.address + offset, nbytes).tobytes()
 
     def withdraw(self, part: Part, round_: int, server: int) -> None:
         before: Any = part.answer if server not in self._links else None

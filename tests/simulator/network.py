@@ -185,8 +185,9 @@ class TcpLink(ServerLink):
             self.bytes_sent += header.length
             self._tell(header, lambda: memory.find(address, header.length).copy())
             return
-        sent = memory.at(address, header.length).copy() if payload is not None else None
-        self.bytes_sent += header.length
+        nbytes = header.payload_nbytes
+        sent = memory.at(address, nbytes).copy() if payload is not None else None
+        self.bytes_sent += nbytes
         parts = self.process.parts  # type: ignore[attr-defined]
         name = (header.key, header.generation, header.index)
         part = parts.get(name)
@@ -198,7 +199,7 @@ class TcpLink(ServerLink):
                 is_due = is_due and self.process.is_alive and not self.is_closed
                 if isinstance(part, AccumulatedPart):  # then its answer lies there
                     is_due = is_due and part.stage in (Stage.QUEUED, Stage.IN_FLIGHT)
-                now = memory.find(address, header.length)
+                now = memory.find(address, nbytes)
                 if is_due and not np.array_equal(now, sent):
                     raise InvariantError(f"a contribution was overwritten before its answer came: {describe(header)}")
                 frame = Frame(memory, now.copy())

@@ -14,7 +14,7 @@ from torch import nn
 
 import byteps_py.torch as bps
 from byteps_py.tensor_codec import Codec
-from byteps_py.torch.local import DiLoCo, Streaming
+from byteps_py.torch.local import DecoupledDiLoCo, DiLoCo, Streaming
 
 MACHINES = (2, 1)
 STEPS = 24
@@ -490,6 +490,24 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         "would count a change again in each outer step until it is sent",
     ),
     "codec of float64": (lambda m: DiLoCo(m, adamw(m), every=2, compression=bps.Compression.int8), "not for float64"),
+    "decoupled draws": (
+        lambda m: DecoupledDiLoCo(m, adamw(m), every=2, quorum=1, compression=bps.Compression.randomk(0.1)),
+        "DecoupledDiLoCo: compression <randomk .* is not for changes that machines send at different times",
+    ),
+    "decoupled 16 bits": (
+        lambda m: DecoupledDiLoCo(m, adamw(m), every=2, quorum=1, compression=bps.Compression.bf16),
+        "DecoupledDiLoCo: compression BF16Compressor is not for changes .* Give bps.Compression.int8",
+    ),
+    "decoupled momentum": (
+        lambda m: DecoupledDiLoCo(
+            m, adamw(m), every=2, quorum=1, compression=bps.Compression.with_momentum(bps.Compression.int8)
+        ),
+        "has momentum, and so has the outer optimizer",
+    ),
+    "decoupled codec of float64": (
+        lambda m: DecoupledDiLoCo(m, adamw(m), every=2, quorum=1, compression=bps.Compression.int8),
+        "not for float64",
+    ),
 }
 
 

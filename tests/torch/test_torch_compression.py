@@ -110,6 +110,11 @@ REFUSED = {
     ),
     "sharded": (lambda: optimizer(C.thc(), hosted="sharded"), "with a hosted optimizer needs hosted='machine'"),
     "shadow": (lambda: optimizer(INT8, hosted="machine", shadow=True), "is not for shadow=True and BYTEPS_SHADOW=1"),
+    "shadow alone": (lambda: optimizer(FEEDBACK, shadow=True), "is not for shadow=True and BYTEPS_SHADOW=1"),
+    "shadow of changes": (
+        lambda: optimizer(C.none, hosted="sharded", shadow=True, parameter_compression=INT8),
+        r"parameter_compression does not go together with shadow=True or BYTEPS_SHADOW=1",
+    ),
     "hosted warm-up": (
         lambda: optimizer(C.with_warmup(INT8, 2), hosted="machine"),
         "with a warm-up is not for hosted optimizers",

@@ -218,10 +218,12 @@ class RoundPipeline:
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
             part.local_sum = Compute(part, spec.op, inputs, part.outputs, self.divisor(spec))
             return part.local_sum
-        op = spec.op.kernel
-        if spec.op is Op.ACCUMULATE and tensor.round == 1:
-            op, inputs = Op.BROADCAST, inputs[:1]  # the first value, which all ranks have
-        return Compute(part, op, inputs, (tensor.contribution.address + part.offset,), 1)
+        op, sent_from = spec.op.kernel, part.offset
+        if isinstance(part, AccumulatedPart):
+            _, sent_from = part.contribution
+            if tensor.round == 1:
+                op, inputs = Op.BROADCAST, inputs[:1]  # the first value, which all ranks have
+        return Compute(part, op, inputs, (tensor.contribution.address + sent_from,), 1)
 
     # ---- partitions with owners, see hosted_steps.py -----------------------------------------------------------
 
@@ -360,6 +362,7 @@ class RoundPipeline:
             part.frames.clear()
         elif isinstance(part, AccumulatedPart):
             part.copied_round, part.clock, part.added_at = part.told
+            part.copied_epoch = part.told_epoch
         return [*actions, *self._finish(part)]
 
     def awaits(self, part: Part, round_: int) -> bool:

@@ -241,12 +241,44 @@ class AccumulatedPart(Part):
     """A partition of an ACCUMULATE. The latest answer is copied to where the contribution to its round lay: a server
     that has not got the values may need it. ``copied_round``: its round; 0: there was none yet. ``clock``: what it
     contains (see server/accumulators.py). ``added_at``: the version that this machine's last contribution made, 0 if
-    that is not known. ``told``: of the answer that comes next: the round, what it contains, and ``added_at``."""
+    that is not known. ``told``: of the answer that comes next: the round, what it contains, and ``added_at``.
+    ``copied_epoch``, ``told_epoch``: in which it came.
+
+    With a codec, offset and length are of values, up to the end of the last block. Behind the copy of all values, a
+    contribution has the codes of changes. ``changes``: of an answer that brings changes instead of values, the
+    addresses of their codes; 0: that of this machine's own."""
 
     copied_round: int = 0
     clock: tuple[int, ...] = ()
     added_at: int = 0
     told: tuple[int, tuple[int, ...], int] = (0, (), 0)
+    copied_epoch: int = 0
+    told_epoch: int = 0
+    changes: tuple[int, ...] = ()
+
+    @property
+    def dense_offset(self) -> int:
+        return self.offset
+
+    @property
+    def dense_length(self) -> int:
+        return min(self.length, self.tensor.spec.nbytes - self.offset)
+
+    def codes_change(self, round_: int) -> bool:
+        """What this machine gives to a round is coded. The first one brings values."""
+        return self.tensor.codec is not None and round_ > 1
+
+    @property
+    def contribution(self) -> tuple[Block, int]:
+        codec, spec = self.tensor.codec, self.tensor.spec
+        if codec is None or not self.codes_change(self.tensor.round):
+            return self.tensor.contribution, self.offset
+        return self.tensor.contribution, spec.sent_nbytes + self.offset // spec.sent_itemsize * codec.item_bytes
+
+    @property
+    def copy_before(self) -> int:
+        """The address of the copy of the round before."""
+        return self.tensor.contributions[(self.tensor.round - 1) % 2].address + self.offset
 
     @property
     def outputs(self) -> tuple[int, ...]:

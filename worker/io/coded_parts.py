@@ -27,7 +27,7 @@ from byteps_py.runtime import Codecs, Runtime
 from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import Op
 from byteps_py.worker.core.hosted_steps import MakeStep
-from byteps_py.worker.core.tensor import REDUCING, Compute, Part, ScatterPart, Tensor
+from byteps_py.worker.core.tensor import REDUCING, AccumulatedPart, Compute, Part, ScatterPart, Tensor
 
 
 class CodedParts:
@@ -36,6 +36,7 @@ class CodedParts:
     def __init__(self, runtime: Runtime, first_rank: int, machines: int) -> None:
         self._codecs = runtime.codecs
         self._new_buffer = runtime.new_buffer
+        self._move = runtime.move
         self._first_rank = first_rank
         self._machines = machines  # of the job
         self._states: dict[Tensor, tuple[object, int]] = {}  # (what holds the memory, address)
@@ -52,6 +53,12 @@ class CodedParts:
         coding = Coding(codec, tensor.spec.dtype, part.count, error, moments, draw, agreed, machines)
         if part.stage is REDUCING:
             return functools.partial(_encode, self._codecs, coding, compute, state)
+        if isinstance(part, AccumulatedPart):
+            plain = Coding(codec, tensor.spec.dtype, part.count)  # the error is of what this machine gives
+            own = tensor.contribution.address + part.contribution[1]
+            changes = [each or own for each in part.changes]
+            makes = CopyOfValues(part.copy_before, compute.outputs, part.dense_length, changes)
+            return functools.partial(_make_changes, self._codecs, plain, makes, self._move)
         if isinstance(part, ScatterPart):
             return functools.partial(_add_up, self._codecs, coding, compute)
         given = tensor.contribution.address + part.offset
@@ -99,6 +106,17 @@ class CodedParts:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyOfValues:
+    """A copy of accumulated values that is made of the one before, by address: ``outputs``, the last of which is where
+    the machine keeps it; ``nbytes``: of each; ``changes``: codes."""
+
+    before: int
+    outputs: Sequence[int]
+    nbytes: int
+    changes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterChange:
     """What a step changes parameters by. The step writes to ``values``, between ``begin`` and ``finish``, on any
     thread."""
@@ -137,6 +155,16 @@ def _decode(codecs: Codecs, coding: Coding, compute: Compute, given: int, state:
 
 def _add_up(codecs: Codecs, coding: Coding, compute: Compute) -> None:
     codecs.add_up(coding, compute.inputs, compute.outputs, compute.divisor)
+
+
+def _make_changes(codecs: Codecs, coding: Coding, makes: CopyOfValues, move: Callable[[int, int, int], object]) -> None:
+    """The same additions, in the same order, as the server has made: so the copy has the bits of its values."""
+    *results, copy = makes.outputs
+    move(copy, makes.before, makes.nbytes)
+    for change in makes.changes:
+        codecs.decode_change(coding, change, (copy,))
+    for result in results:
+        move(result, copy, makes.nbytes)
 
 
 def _add_change(codecs: Codecs, coding: Coding, compute: Compute) -> None:

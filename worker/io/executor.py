@@ -23,7 +23,7 @@ from byteps_py.system.shm import Block
 from byteps_py.system.stage_recorder import EXCHANGE, LOCAL_BROADCAST, LOCAL_REDUCE, OPTIMIZER_STEP, StageRecorder
 from byteps_py.tensors import Checks, Op, TensorSpec
 from byteps_py.wire import rank_link as protocol
-from byteps_py.wire.data_link import Header, Kind, unpack_clock, unpack_names
+from byteps_py.wire.data_link import Header, Kind, unpack_changes, unpack_clock, unpack_names
 from byteps_py.worker.core.events import (
     Action,
     Answered,
@@ -196,7 +196,7 @@ class Executor:
     def expect(self, specs: Iterable[TensorSpec]) -> None:
         """These tensors are being declared: their kernels will be needed."""
         specs = [spec for spec in specs if not spec.op.bypasses_servers]
-        self._ready.expect((spec.op, spec.dtype, spec.codec) for spec in specs if spec.codec is not None)
+        self._ready.expect((spec.op.kernel, spec.dtype, spec.codec) for spec in specs if spec.codec is not None)
         self._ready.expect((spec.op.kernel, spec.dtype) for spec in specs if spec.codec is None or self.network is None)
         self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
 
@@ -314,16 +314,17 @@ class Executor:
         if self.stages is not None:
             stage = LOCAL_REDUCE if part.stage is REDUCING else LOCAL_BROADCAST
             self.stages.begin(stage, part.tensor.name, part.index, part.tensor.round, part.length)
-        dtype = part.tensor.spec.dtype
+        dtype, is_delivery = part.tensor.spec.dtype, part.stage is DELIVERING
         # A result that a server has summed, it has looked at as well.
         is_guarded = part.tensor.spec.is_guarded and part.stage is REDUCING
         codec = part.tensor.codec
+        if isinstance(part, AccumulatedPart) and compute.op is Op.BROADCAST and not (is_delivery and part.changes):
+            codec = None  # values
         pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
         if codec is not None:
             pair = (Op.SUM, dtype, codec)
         is_ready = pair in self._ready
         sizes = self._thresholds
-        is_delivery = part.stage is DELIVERING
         work = compute.work
         if work is None:
             call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
@@ -479,14 +480,15 @@ class Executor:
                     )
                 source = part.answer.address
         elif part.wants_result:
-            if len(frame) != part.length:
-                raise ProtocolError(
-                    f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"
-                )
+            due = part.dense_length if isinstance(part, AccumulatedPart) else part.length
+            if len(frame) != due and not (isinstance(part, AccumulatedPart) and header.is_coded):
+                raise ProtocolError(f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {due} were due")
             # The server before may answer while the service of this machine, which has the partition now, does too.
             self._memory.abandon_answer_block(part, part.server)
             self._frames[part] = frame
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
+        if isinstance(part, AccumulatedPart):
+            part.told_epoch, part.changes = header.epoch, self._changes_of(part, header, frame, source)
         self._moved_at = self._loop.time()
         if self.network is not None:
             self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
@@ -498,6 +500,18 @@ class Executor:
             _, clock, added_at = part.told
             place = part.tensor.name, part.tensor.generation, part.index, header.round
             self.arrivals.add(LoggedChange(self.arrivals.machine, *place, added_at, clock))
+
+    def _changes_of(
+        self, part: AccumulatedPart, header: Header, frame: zmq.Frame | None, source: int
+    ) -> tuple[int, ...]:
+        """The addresses of the codes that an answer brings. Raises ProtocolError."""
+        codec = part.tensor.codec
+        if codec is None or frame is None or self.network is None or not header.is_coded:
+            return ()
+        if part.copied_round != header.round - 1:
+            raise ProtocolError(f"tensor {part.tensor.name!r}: changes of values that this machine does not have")
+        places = unpack_changes(frame.buffer, self.network.machine_index, codec.coded_nbytes(part.count))
+        return tuple(source + place if place >= 0 else 0 for place in places)
 
     def _answered_early(self, part: AccumulatedPart, header: Header, frame: zmq.Frame | None, server: int) -> bool:
         """A server has sent a message about what it accumulates. False if it is an answer that counts."""

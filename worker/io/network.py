@@ -20,6 +20,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import (
+    CODED,
     NO_RESULT,
     RESENT,
     SUPPLY,
@@ -145,6 +146,10 @@ class Network:
             raise ProtocolError(f"tensor {tensor.name!r} is placed on server {part.server}, which is no member")
         header = self._header(part, round_, part.contributes)
         header.flags = (RESENT if part.is_resent else 0) | (NO_RESULT if part.is_acknowledged else 0)
+        if isinstance(part, AccumulatedPart) and part.contributes and part.codes_change(round_):
+            header.flags |= CODED
+            is_present = part.copied_round == round_ - 1 and part.copied_epoch == self.epoch
+            header.drawn = sum(part.clock) if is_present and not link.is_local else 0
         answer = self._memory.give_answer_block(part) if link.is_local and part.wants_result else None
         self.pace.pushed(part, self._runtime.loop.time())
         if isinstance(part, AccumulatedPart) and part.contributes and self.orders:
@@ -217,7 +222,7 @@ class Network:
             part.index,
             round_,
             part.offset,
-            part.length,
+            part.dense_length if isinstance(part, AccumulatedPart) else part.length,
             machines=tensor.machines,
             nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
             codec=codec.on_wire.code if codec is not None else 0,
@@ -225,6 +230,11 @@ class Network:
             quorum=tensor.spec.quorum,
             drawn=codec.drawn if codec is not None else 0,
         )
+
+    @property
+    def machine_index(self) -> int:
+        """Of this machine."""
+        return self._me
 
     def link_usage(self) -> list[pb.LinkUsage]:
         """The bytes sent to each server of another machine since the last call: see UsageMeter. By RDMA: not known."""

@@ -87,7 +87,7 @@ class ServerLink(ABC):
 
     @abstractmethod
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
-        """Send ``header.length`` bytes at ``offset`` of ``payload``, which stay untouched until the answer."""
+        """Send ``header.payload_nbytes`` at ``offset`` of ``payload``, which stay untouched until the answer."""
 
     @abstractmethod
     def tell(self, header: Header, body: bytes) -> None:
@@ -220,8 +220,9 @@ class TcpLink(ServerLink, Owner):
         if payload is None:
             request.number = self._dialer.send(header, request.body)
         else:
-            request.number = self._dialer.send(header, self._view(payload, request.offset, header.length))
-            self.bytes_sent += header.length
+            nbytes = header.payload_nbytes
+            request.number = self._dialer.send(header, self._view(payload, request.offset, nbytes))
+            self.bytes_sent += nbytes
         if header.kind is Kind.WITHDRAW:
             self._forget(name_of(header))
             self._damaged.discard(name_of(header))
@@ -362,7 +363,7 @@ class LocalLink(ServerLink):
         """After the service is gone: nothing. What it has not answered moves to another with the next epoch."""
         if payload is not None:
             header.segment, header.segment_offset = payload.segment, payload.offset + offset
-            self.bytes_sent += header.length
+            self.bytes_sent += header.payload_nbytes
         if answer is not None:
             header.answer_segment, header.answer_offset = answer.segment, answer.offset
         if self._channel is None:

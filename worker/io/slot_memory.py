@@ -113,6 +113,8 @@ class SlotMemory:
             if tensor.spec.scatters:
                 members = len(tensor.spec.members(topology.size))
                 nbytes = sum(tensor.spec.sent_piece(members - 1, members, tensor.codec))
+            elif tensor.spec.op is Op.ACCUMULATE and tensor.codec is not None:  # values, and codes of changes
+                nbytes += tensor.codec.coded_nbytes(tensor.spec.count)
             tensor.contributions = (self.machine.allocate(nbytes), self.machine.allocate(nbytes))
 
     def give_answer_block(self, part: Part) -> Block:

@@ -4,20 +4,23 @@ that machines change in their own time (SharedValues).
     give: change ─► servers: values += change ─► take: values, as they are then
 
 Machines are the unit: the ranks of one machine give together, and the sum of their changes is what the machine gives.
-Where all ranks are on one machine, their changes are summed, and no server keeps anything. The training thread calls.
+Where all ranks are on one machine, their changes are summed, and no server keeps anything. With a codec, changes travel
+coded between machines, and counts beside them as they are. The training thread calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import NO_BOUND, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
+from byteps_py.torch.compression import Compressor, codec_for
 
 #: A parameter and its name.
 Named = tuple[str, torch.nn.Parameter]
@@ -93,10 +96,18 @@ class FlatCopy:
 
 class SharedValues:
     """The values of some parameters. ``staleness``, ``quorum``: see TensorSpec; of a quorum, all machines if there are
-    fewer."""
+    fewer. ``compression``: of changes."""
 
-    def __init__(self, context: Context, name: str, staleness: int = NO_BOUND, quorum: int = 0) -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        staleness: int = NO_BOUND,
+        quorum: int = 0,
+        compression: type[Compressor] = Compressor,
+    ) -> None:
         self._context, self._name, self._staleness, self._quorum = context, name, staleness, quorum
+        self._compression = compression
         self._copies: list[FlatCopy] = []
         self._begun: list[PieceView] = []  # whose first round has brought the values
         self._given: list[PieceView] = []
@@ -152,7 +163,7 @@ class SharedValues:
         if self.is_alone:
             return
         self._is_sum = self._context.session.num_machines == 1
-        requests = [self._request(index, copy) for index, copy in enumerate(self._copies)]
+        requests = [each for index, copy in enumerate(self._copies) for each in self._requests(index, copy)]
         self._given = self._context.slot_views(requests)
         if not self._is_sum and self._given != self._begun:  # also after join(), or in another job
             values = [copy.values.detach() for copy in self._copies]
@@ -173,22 +184,67 @@ class SharedValues:
             self._fetch(changes, self._own_counts)
         torch._foreach_add_([*values, *self._counts], [*changes, *self._own_counts])
 
+    def unsent(self, is_taken: bool = False) -> list[torch.Tensor | None]:
+        """Of each copy: what this rank's machine has not sent yet of its changes, if this rank has it; None if not.
+        ``is_taken``: error feedback begins with zeros. Raises UsageError while an exchange is under way."""
+        session, found = self._context.session, list[torch.Tensor | None]()
+        if self._compression.codec is None or not self._compression.codec.error_feedback:
+            return [None for _ in self._copies]
+        states = session.coded_states()
+        for index, copy in enumerate(self._copies):
+            state = states.pop(self._tensor_name(index), None)
+            error = torch.frombuffer(bytearray(state.data), dtype=torch.float32) if state and state.data else None
+            found.append(None if error is None else error.to(copy.change.device))
+        if is_taken:
+            session.set_coded_states(states)
+        return found
+
+    def _by_view(
+        self, tensors: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[PieceView, list[torch.Tensor]]]:
+        """Each view, and what belongs to it."""
+        has_own_counts = len(self._given) > len(tensors)
+        pieces: list[list[torch.Tensor]] = []
+        for index, tensor in enumerate(tensors):
+            if has_own_counts:
+                pieces += [[tensor], [counts[index]]]
+            else:
+                pieces.append([tensor, *counts[index : index + 1]])
+        return zip(self._given, pieces, strict=True)
+
     def _contribute(self, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> None:
-        for index, view in enumerate(self._given):
-            view.contribute([given[index], *counts[index : index + 1]])
+        for view, pieces in self._by_view(given, counts):
+            view.contribute(pieces)
 
     def _fetch(self, taken: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> None:
-        for index, view in enumerate(self._given):
+        for view, pieces in self._by_view(taken, counts):
             view.wait()
-            view.fetch([taken[index], *counts[index : index + 1]])
+            view.fetch(pieces)
 
-    def _request(self, index: int, copy: FlatCopy) -> TensorRequest:
-        name, dtype = f"{self._name}.{self._number}.{index}", copy.change.dtype
-        shapes = ((copy.change.numel(),), *((2,) for _ in self._counts[index : index + 1]))
-        wire, shape = wire_dtype(dtype, name), (sum(size for (size,) in shapes),)
+    def _tensor_name(self, index: int) -> str:
+        return f"{self._name}.{self._number}.{index}"
+
+    def _requests(self, index: int, copy: FlatCopy) -> Iterator[TensorRequest]:
+        """Values and counts as one tensor; as two where values have a codec, which counts can't have."""
+        name, change = self._tensor_name(index), copy.change
+        sizes = [change.numel(), *(count.numel() for count in self._counts[index : index + 1])]
+        codec = None
+        if not self._is_sum and self._compression.codec is not None:
+            settings = self._context.settings
+            codec = codec_for(self._compression, change.dtype, change.nbytes, name, settings)
+        if self._compression.codec is None or self._is_sum:
+            yield self._request(name, copy, sizes)
+            return
+        yield self._request(name, copy, sizes[:1], codec)
+        for size in sizes[1:]:
+            yield self._request(f"{name}.counts", copy, [size])
+
+    def _request(self, name: str, copy: FlatCopy, sizes: Sequence[int], codec: Codec | None = None) -> TensorRequest:
+        dtype = copy.change.dtype
+        wire, shape = wire_dtype(dtype, name), (sum(sizes),)
         if self._is_sum:
             spec = TensorSpec(name, wire, shape)
         else:
             quorum = min(self._quorum, self._context.session.num_machines)
-            spec = TensorSpec(name, wire, shape, Op.ACCUMULATE, staleness=self._staleness, quorum=quorum)
-        return TensorRequest(spec, dtype, shapes, copy.change.device)
+            spec = TensorSpec(name, wire, shape, Op.ACCUMULATE, staleness=self._staleness, quorum=quorum, codec=codec)
+        return TensorRequest(spec, dtype, tuple((size,) for size in sizes), copy.change.device)

@@ -19,8 +19,11 @@ from byteps_py import rank_bits
 from byteps_py.errors import NonFiniteError, UsageError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite
-from byteps_py.torch.gradients.shared_values import SharedValues
+from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
+from byteps_py.torch.gradients.shared_values import SharedValues, copy_dtype
 from byteps_py.torch.local.diloco import DiLoCo, Fragment, Streaming, whole_number
+from byteps_py.torch.operations.handles import synchronize
+from byteps_py.torch.operations.reductions import ReductionOptions, Sum, start_reduction
 
 __all__ = ["DecoupledDiLoCo"]
 
@@ -36,11 +39,13 @@ class DecoupledDiLoCo(DiLoCo):
     model, inner, every, streaming: see DiLoCo. With a ``delay`` of some steps no machine waits at all.
     outer: torch.optim.SGD without weight decay, or None: see DiLoCo. Each rank's momentum is its share of the whole.
     quorum: how many machines are combined at least; all, if there are fewer. The ranks of a machine step together.
+    compression: of what machines send, one of bps.Compression with a codec that draws nothing: int8, float8,
+    topk(0.03, bits=2), onebit. A machine gets the codes of the changes that it lacks, also those of other machines, or
+    the values where these are shorter; so all copies have the same bits. topk has error feedback in any case.
 
     At the end of training all ranks call ``synchronize``, whatever number of steps they have made. Which machines are
-    combined depends on their speed, so results differ from run to run, and `bps replay` repeats them. Changes and
-    values travel without compression. Raises UsageError, and ``step`` also what DiLoCo's raises; NonFiniteError only on
-    the rank whose change is not finite.
+    combined depends on their speed, so results differ from run to run, and `bps replay` repeats them. Raises
+    UsageError, and ``step`` also what DiLoCo's raises; NonFiniteError only on the rank whose change is not finite.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -66,19 +71,28 @@ class DecoupledDiLoCo(DiLoCo):
         every: int,
         quorum: int,
         streaming: Streaming = Streaming(),  # noqa: B008  frozen
+        compression: type[Compressor] | Mapping[str, Any] = Compression.none,
     ) -> None:
+        coded = _of_machines(compression)
         quorum = whole_number("quorum", quorum, 1)
         if outer is not None and (type(outer) is not torch.optim.SGD or _has_decay(outer)):
             raise UsageError(
                 "DecoupledDiLoCo: the outer optimizer is torch.optim.SGD without weight_decay: machines make its steps "
                 "with their own changes, and only such steps add up to one with the mean change"
             )
-        super().__init__(model, inner, outer, every=every, streaming=streaming)
         context = contexts.current()
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                codec_for(coded, copy_dtype(param), 0, name, context.settings)
+        super().__init__(model, inner, outer, every=every, streaming=streaming)
+        self._coded = coded
         self._shared = {
-            fragment.name: SharedValues(context, fragment.name, quorum=quorum) for fragment in self._fragments
+            fragment.name: SharedValues(context, fragment.name, quorum=quorum, compression=coded)
+            for fragment in self._fragments
         }
         self._sent: set[str] = set()  # names of the fragments whose values are under way
+        #: By fragment: what was not sent when its state was saved, to be sent with the next change.
+        self._owed: dict[str, list[torch.Tensor | None]] = {}
 
     def _begin_anew(self) -> None:
         """With the global values of this rank, which all ranks have, at the next exchange."""
@@ -99,16 +113,33 @@ class DecoupledDiLoCo(DiLoCo):
             self._send(fragment)
         for fragment in self._fragments:
             self._finish(fragment, alpha=0.0)
+        unsent = [self._unsent(fragment, is_taken=True) for fragment in self._fragments]
         context = contexts.current()
         self._take_part(is_last=True)
         while any(shared.finished < context.session.size for shared in self._shared.values()):
             self._take_part()
         self._take_part()  # not all of the last values may have been newer than the last changes
+        self._send_the_rest(unsent)
         for fragment in self._fragments:
             for copy in fragment.copies:
                 copy.give_values()
         context.join()
         self._begin_anew()
+
+    def _send_the_rest(self, unsent: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """What machines had not sent of their changes travels as it is."""
+        if self._coded.codec is None or not self._coded.codec.error_feedback:
+            return
+        for fragment, errors in zip(self._fragments, unsent, strict=True):
+            for index, (copy, error) in enumerate(zip(fragment.copies, errors, strict=True)):
+                rest = torch.zeros_like(copy.change) if error is None else error
+                name = f"{fragment.name}.{index}.unsent"
+                synchronize(start_reduction([rest], [rest], name, ReductionOptions(Sum, "DiLoCo")))
+                copy.values.detach().add_(rest)
+
+    def _unsent(self, fragment: Fragment, is_taken: bool = False) -> list[torch.Tensor | None]:
+        shared = self._shared[fragment.name]
+        return shared.unsent(is_taken) if shared.copies else [None] * len(fragment.copies)
 
     def _take_part(self, is_last: bool = False) -> None:
         """In an exchange, without a change."""
@@ -120,15 +151,29 @@ class DecoupledDiLoCo(DiLoCo):
             shared.take()
 
     def rejoin(self) -> None:
-        """See DiLoCo.rejoin. Each rank keeps its share of the outer momentum."""
+        """See DiLoCo.rejoin. Each rank keeps its share of the outer momentum. With error feedback, what machines had
+        not sent yet is missing."""
         super().rejoin()
+        for fragment in self._fragments:
+            self._unsent(fragment, is_taken=True)  # a tensor of the same name would go on with it
         self._begin_anew()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See DiLoCo.state_dict. With error feedback, it has what this rank's machine has not sent yet."""
+        state = super().state_dict()
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            saved["unsent"] = self._owed.get(fragment.name) or self._unsent(fragment)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a ``state_dict``, which may be each rank's own. All ranks call it, to agree on global values. The
         model's parameters are loaded by the caller."""
         super().load_state_dict(state)
         self.rejoin()
+        self._owed.clear()
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            if any(each is not None for each in saved.get("unsent", ())):
+                self._owed[fragment.name] = list(saved["unsent"])
 
     def _made(self) -> tuple[int, int]:
         return sum(shared.changes for shared in self._shared.values()), self.steps
@@ -146,6 +191,9 @@ class DecoupledDiLoCo(DiLoCo):
         for copy, values in zip(fragment.copies, before, strict=True):
             torch.sub(copy.values.detach(), values, out=copy.change)
             copy.values.detach().copy_(values)
+        for copy, owed in zip(fragment.copies, self._owed.pop(fragment.name, ()), strict=False):
+            if owed is not None:
+                copy.change.add_(owed.to(copy.change.device))
         shared = self._shared[fragment.name]
         if not shared.copies:
             shared.start(fragment.copies)
@@ -179,6 +227,26 @@ class DecoupledDiLoCo(DiLoCo):
                 f"{nonfinite.listed(places)}; look at the batches and the losses there. BYTEPS_NONFINITE=allow lets "
                 "the values pass"
             )
+
+
+def _of_machines(choice: Any) -> type[Compressor]:
+    """The compression of what machines give. Raises UsageError."""
+    chosen = compression_of(choice)
+    if chosen is Compression.none:
+        return chosen
+    codec = chosen.codec
+    if codec is None or codec.draws or codec.is_thc:
+        raise UsageError(
+            f"DecoupledDiLoCo: compression {chosen.__name__} is not for changes that machines send at different times: "
+            "values are kept in float32, and machines neither draw together nor agree on steps. Give "
+            "bps.Compression.int8, float8, topk or onebit"
+        )
+    if codec.momentum:
+        raise UsageError(
+            f"DecoupledDiLoCo: {chosen.__name__} has momentum, and so has the outer optimizer: leave out the "
+            "compression's"
+        )
+    return Compression.with_error_feedback(chosen) if codec.leaves_out else chosen
 
 
 def _has_decay(outer: torch.optim.Optimizer) -> bool:

@@ -34,3 +34,16 @@ def test_bytes_of_a_machine(kind: str, tmp_path: Path) -> None:
     members = json.loads(report.read_text())["members"]
     carried = [(m["bytes_sent"], m["bytes_received"]) for m in members if m["kind"] == "worker"]
     assert carried == CARRIED[kind]
+
+
+def test_bytes_of_values_that_servers_keep(tmp_path: Path) -> None:
+    """The first value as it is, both ways; then a code from each of two machines, which the other one gets."""
+    report = tmp_path / "report.json"
+    options = ["-np", str(RANKS), "--machines", "2", "--servers", "2", "--report", str(report)]
+    run = bpslaunch(options, [PROGRAM, "coded_values"], BYTEPS_PARTITION_BYTES="16384")
+    assert run.returncode == 0, run.stdout + run.stderr
+    due = BYTES + -(-BYTES // 4 // 256) * 260
+    for member in json.loads(report.read_text())["members"]:
+        if member["kind"] == "worker":
+            assert member["bytes_sent"] == due
+            assert due < member["bytes_received"] < due + 1000  # clocks, and whose codes they are
