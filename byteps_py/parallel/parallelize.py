@@ -310,6 +310,8 @@ class ParallelTraining:
             is_last = number == len(micro_batches)
             if isinstance(forward, FSDPModule):
                 forward.set_requires_gradient_sync(is_last)
+                if self._options.data == "zero2":  # whole parameters stay for the next micro-batch
+                    forward.set_reshard_after_backward(is_last)
             is_alone = isinstance(forward, nn.parallel.DistributedDataParallel) and not is_last
             with forward.no_sync() if is_alone else contextlib.nullcontext():  # type: ignore[operator]
                 with self._autocast():

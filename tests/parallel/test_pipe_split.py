@@ -30,13 +30,28 @@ def test_no_layer_is_lost_and_names_stay(count: int, stages: int) -> None:
     names = {name: one for stage in found for name, one in stage.named_parameters()}
     assert all(names[name] is one for name, one in whole.named_parameters())
     assert len(names) == len(list(whole.named_parameters()))
-    sizes = [len(layers(stage)) for stage in found]
-    assert max(sizes) == -(-count // stages)
+    sizes = [sum(isinstance(layer, nn.Linear) for layer in layers(stage).values()) for stage in found]
+    assert max(sizes) == -(-(count - 1) // stages)
     x = torch.randn(3, 2)
     y = x
     for stage in found:
         y = stage(y)
     assert torch.equal(y, whole(x))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([nn.Embedding(100, 2), *(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 3)], [4, 2]),
+        ([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()], [2, 2]),
+        ([nn.Conv1d(2, 2, 1), nn.ReLU(), nn.Linear(2, 90), nn.ReLU()], [2, 2]),
+        ([nn.ReLU(), nn.Flatten(), nn.Embedding(3, 3), nn.Identity()], [2, 2]),
+        ([nn.Linear(2, 2), nn.LazyLinear(9), nn.Linear(9, 9), nn.Linear(9, 9)], [2, 2]),
+    ],
+    ids=["an embedding", "activations", "convolutions", "nothing to compute", "not yet known"],
+)
+def test_layers_cost_what_their_parameters_do(found: list[nn.Module], expected: list[int]) -> None:
+    assert [len(stage) for stage in split(nn.Sequential(*found), 2)] == expected
 
 
 def test_the_slowest_stage_is_as_fast_as_possible() -> None:

@@ -14,7 +14,16 @@ from byteps_py.parallel.pipe.simulator import simulate
 from byteps_py.placement.shares import Optimum
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.cluster import KNOWN, Cluster, load_cluster, read_cluster
-from byteps_py.tools.plan.layout_cost import Hosted, JobLayout, PlanJob, rank_memory, step_times, under_way
+from byteps_py.tools.plan.layout_cost import (
+    Hosted,
+    JobLayout,
+    PlanJob,
+    gradient_sums,
+    rank_memory,
+    step_layout,
+    step_times,
+    under_way,
+)
 from byteps_py.tools.plan.layout_plan import SCHEDULES, LayoutPlan, options_of, plan_layouts, possible_layouts
 from byteps_py.tools.plan.sizing_job import ModelShape, known_model
 
@@ -30,6 +39,12 @@ def times(job: PlanJob = JOB) -> StepTimeModel:
 
 def part(layout: JobLayout, name: str, job: PlanJob = JOB) -> float:
     return float(step_times(job, [layout], times(job))[name][0])
+
+
+def sums(layout: JobLayout, job: PlanJob = JOB) -> float:
+    """Of gradients, hidden or not."""
+    rings = times(job).parts([step_layout(job, layout)])["gradients"]
+    return float(gradient_sums(job, [layout], rings)[0])
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------
@@ -93,12 +108,9 @@ def test_a_shadow_costs_the_sums_that_are_sent_once_more(
     """In units of M/B."""
     layout = JobLayout(1, 1, 1, 8 * machines, 1, 1, hosted=hosted, shadow=True)
     job = PlanJob(TINY, replace(CLUSTER, machines=machines, servers=servers), 8 * machines, 2048, shadow=True)
-    ring = part(
-        replace(layout, hosted="machine", shadow=False),
-        "gradients",
-        replace(job, cluster=replace(CLUSTER, machines=machines)),
-    )
-    assert part(layout, "gradients", job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
+    alone = replace(job, cluster=replace(CLUSTER, machines=machines))
+    ring = sums(replace(layout, hosted="machine", shadow=False), alone)
+    assert sums(layout, job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +128,8 @@ def test_two_copies_of_a_shadow(machines: int, servers: int, hosted: Hosted, exp
     cluster = replace(CLUSTER, machines=machines, servers=servers)
     job = PlanJob(TINY, cluster, 8 * machines, 2048, shadow=2)
     alone = replace(job, shadow=0, cluster=replace(cluster, servers=0))
-    ring = part(replace(layout, shadow=False, hosted="no"), "gradients", alone)
-    assert part(layout, "gradients", job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
+    ring = sums(replace(layout, shadow=False, hosted="no"), alone)
+    assert sums(layout, job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
     memory = rank_memory(job, layout)
     others = servers * memory.cpu_machine + machines * (
         memory.host - rank_memory(alone, replace(layout, shadow=False)).host
@@ -128,6 +140,22 @@ def test_two_copies_of_a_shadow(machines: int, servers: int, hosted: Hosted, exp
 def test_copies_for_which_there_are_no_machines() -> None:
     with pytest.raises(UsageError, match=r"shadow=3: other machines of this cluster can keep up to 2 copies"):
         PlanJob(TINY, replace(CLUSTER, machines=2, servers=1), 16, 2048, shadow=3)
+
+
+@pytest.mark.parametrize(
+    "layout", [JobLayout(1, 1, 1, 16, 1, 4), JobLayout(1, 1, 2, 8, 1, 8)], ids=["flat", "pipeline"]
+)
+def test_the_backward_pass_of_the_last_micro_batch_hides_the_sums_of_hosted_optimizers(layout: JobLayout) -> None:
+    hosted = replace(layout, hosted="machine")
+    for gb_per_s in (0.1, 1.0, 1000.0):
+        job = replace(JOB, cluster=replace(CLUSTER, network_gb_per_s=gb_per_s))
+        whole, exposed = sums(hosted, job), part(hosted, "gradients", job)
+        if layout.pp > 1:  # they come at its end
+            assert exposed == whole
+        backward = part(hosted, "computing", job) / 4 * 2 / 3
+        if layout.pp == 1:
+            assert exposed == pytest.approx(max(whole / 8, whole - backward * 7 / 8))
+        assert part(layout, "gradients", job) == sums(layout, job)
 
 
 def test_a_step_does_not_end_before_a_shadow_has_the_sums_of_the_one_before() -> None:

@@ -61,7 +61,7 @@ class Pipeline:
     Gradients are those of the mean over all micro-batches and data-parallel copies.
 
     Args:
-        model: an nn.Sequential, which ``split`` cuts into equal numbers of layers; or the result of ``split``; or a
+        model: an nn.Sequential, which ``split`` cuts by the parameters of its layers; or the result of ``split``; or a
             list with the module of each stage, in which those of other ranks may be None if stages share no parameters;
             or a function that returns one of these lists for the schedule's number of stages.
         schedule: a name (see `bps schedule`; "1f1b" is dapple) or a Program; or "zero-bubble", "zb-v" or "dualpipev",

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from byteps_py.errors import UsageError
 
@@ -54,7 +56,7 @@ def split(
         model: an nn.Sequential, perhaps with others inside.
         stages: how many.
         costs: of each layer (see ``layers``), in any unit; those left out of a mapping cost 1. ``measured_costs``
-            measures them. Default: 1 for each.
+            measures them. Default: see ``usual_costs``.
         cuts: the first layer of each stage but the first one, instead of ``costs``.
 
     Raises UsageError if the model can't be cut there, or has fewer layers than stages.
@@ -70,7 +72,8 @@ def split(
     if cuts is not None:
         bounds = _bounds_of(cuts, names, stages)
     else:
-        bounds = balanced(_costs(costs, names), stages)
+        given = usual_costs(found.values()) if costs is None else _costs(costs, names)
+        bounds = _behind_free_layers(balanced(given, stages), given)
     return SplitModel(
         _nested({name: found[name] for name in names[first:end]})
         for first, end in itertools.pairwise([*bounds, len(names)])
@@ -135,9 +138,37 @@ def _apply(function: Callable[..., Any], value: Any) -> Any:
     return unflatten([function(tensor) for tensor in tensors], structure)
 
 
-def _costs(costs: Sequence[float] | Mapping[str, float] | None, names: Sequence[str]) -> list[float]:
-    if costs is None:
-        return [1.0] * len(names)
+def usual_costs(found: Iterable[nn.Module]) -> list[float]:
+    """Of each layer: its parameters, as a token is multiplied with each of them once. Those of an nn.Embedding are only
+    looked up. 1 for each layer if none has others, if some are not known yet (lazy modules), or if some are those of
+    convolutions, which take a parameter many times.
+
+    >>> usual_costs([nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 100)])
+    [0.0, 72.0, 900.0]
+    """
+    every = list(found)
+    parts = [[part for part in layer.modules() if not isinstance(part, _TABLES)] for layer in every]
+    if any(isinstance(part, _NOT_COUNTED) for some in parts for part in some):
+        return [1.0] * len(every)
+    costs = [float(sum(one.numel() for part in some for one in part.parameters(recurse=False))) for some in parts]
+    return costs if any(costs) else [1.0] * len(every)
+
+
+def _behind_free_layers(bounds: Sequence[int], costs: Sequence[float]) -> list[int]:
+    """What costs nothing stays with the layer before it, as an activation does, unless the stage has nothing else."""
+    moved = [bounds[0]]
+    for bound, end in itertools.pairwise([*bounds[1:], len(costs)]):
+        while bound + 1 < end and not costs[bound]:
+            bound += 1
+        moved.append(bound)
+    return moved
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_NOT_COUNTED = (_ConvNd, LazyModuleMixin)
+
+
+def _costs(costs: Sequence[float] | Mapping[str, float], names: Sequence[str]) -> list[float]:
     if isinstance(costs, Mapping):
         if unknown := sorted(set(costs) - set(names)):
             raise UsageError(f"costs: the model has no layer {unknown[0]!r}; its layers: {', '.join(names)}")

@@ -265,15 +265,42 @@ def step_times(job: PlanJob, layouts: Sequence[JobLayout], times: StepTimeModel)
     parts = dict(times.parts([step_layout(job, layout) for layout in layouts]))
     bubble = np.array([_bubble_of_formula(layout) for layout in layouts])
     parts["pipeline bubble"] = parts["pipeline bubble"] * bubble
-    updates = np.array([layout.micro_batches if _updates_often(layout) else 1 for layout in layouts])
-    parts["optimizer"] = parts["optimizer"] * updates
-    parts["gradients"] = (
-        updates * parts["gradients"] * np.array([_traffic(layout) * _servers(job, layout) for layout in layouts])
-    )
+    parts["optimizer"] = parts["optimizer"] * _updates(layouts)
+    sums = gradient_sums(job, layouts, parts["gradients"])
+    window = parts["computing"] + parts["tensor parallelism"] + parts["context parallelism"]
+    hidden = [_hides_gradients(layout) for layout in layouts]
+    parts["gradients"] = np.where(hidden, _exposed(job, layouts, window, sums), sums)
     if job.shadow:
         step: Column = np.asarray(sum(parts.values()))
         parts["shadow"] = np.maximum(0, np.array([_copies_ms(job, layout) for layout in layouts]) - step)
     return parts
+
+
+def gradient_sums(job: PlanJob, layouts: Sequence[JobLayout], rings: Column) -> Column:
+    """The time of the sums of gradients in a step, also where computing hides them. ``rings``: of one sum of each
+    layout in a ring."""
+    times: Column = np.array([_traffic(layout) * _servers(job, layout) for layout in layouts])
+    return np.asarray(_updates(layouts) * rings * times)
+
+
+def _updates(layouts: Sequence[JobLayout]) -> Column:
+    """Of the weights, in a step."""
+    return np.array([layout.micro_batches if _updates_often(layout) else 1 for layout in layouts])
+
+
+def _hides_gradients(layout: JobLayout) -> bool:
+    """Whether gradients are summed while others are computed. Those of hosted optimizers are, one by one, but for those
+    of a pipeline, which come at its end. DistributedDataParallel's buckets of 25 MB, and those of FSDP2, are counted as
+    what comes after the backward pass: constants that are fitted to measured steps have what is hidden in them."""
+    return layout.hosted != "no" and layout.pp == 1
+
+
+def _exposed(job: PlanJob, layouts: Sequence[JobLayout], computing: Column, gradients: Column) -> Column:
+    """What is left of sums that begin in the backward pass of the last micro-batch, layer after layer: the first one's
+    gradient comes at the end."""
+    passes = np.array([layout.micro_batches * (4 if layout.recompute else 3) / 2 for layout in layouts])
+    later = (job.model.layers - 1) / job.model.layers
+    return np.asarray(np.maximum(gradients * (1 - later), gradients - computing / passes * later))
 
 
 def _copies_ms(job: PlanJob, layout: JobLayout) -> float:
