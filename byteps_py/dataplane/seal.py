@@ -121,7 +121,8 @@ class _Open(Seal):
 
     def open_apart(self, number: int, header: bytes, payload: Data) -> bytes:
         plain = header[:HEADER_BYTES]
-        if header[HEADER_BYTES:] != self._checksum(plain, xxhash.xxh3_64_digest(payload), number):
+        due = self._checksum(plain, xxhash.xxh3_64_digest(payload), number)
+        if header[HEADER_BYTES:] != due:
             raise DamagedError(number)
         return plain
 
