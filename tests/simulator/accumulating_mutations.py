@@ -168,10 +168,10 @@ class LetWavesStayOpen(Mutation):
 
 #: With a seed of an AccumulatingOutageCluster that shows it.
 ACCUMULATING_MUTATIONS: dict[type[Mutation], int] = {
-    AddWhatIsResent: 26,
+    AddWhatIsResent: 34,
     WaitForNobody: 3,
     WaitForTheJoined: 3,
-    ForgetTheJoinedWithAPeer: 364,
+    ForgetTheJoinedWithAPeer: 173,
     LoadAnyCopy: 26,
     TakeAnswersOfBefore: 1230,
     KeepNoCopy: 26,
