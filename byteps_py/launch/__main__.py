@@ -39,6 +39,7 @@ from byteps_py.system.machine import check_offered_host
 from byteps_py.system.rdma_devices import check_rdma
 from byteps_py.wire.launch_protocol import handle_signals
 
+_RDMA = ("DMLC_ENABLE_RDMA", "BYTEPS_RDMA_TRANSPORTS")
 _STARTS = 3
 
 
@@ -194,7 +195,7 @@ def _plan(
             check_offered_host(settings)
             check_rdma(settings)
         return [*([scheduler_spec(environ, {})] if given.starts_scheduler else []), *specs]
-    check_rdma(Settings.from_env(environ))
+    check_rdma(Settings.from_env({name: environ[name] for name in _RDMA if name in environ}))  # the plan sets others
     port = free_port()
     return cluster_plan(
         environ,
