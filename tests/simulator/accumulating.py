@@ -229,12 +229,14 @@ class AccumulatingRank(Rank):
     def _check_quorum(self, phase: Phase, round_: int, new: Wide) -> None:
         """``new``: what a copy contains and the one before does not. After two faults, a machine may have been answered
         again whose first answer was one of those that were lost, and its copy have changes of a wave under way."""
-        first, machines, left = 0, 0, 0
+        by_rank, first, left = _by_rank(phase.spec, new), 0, 0
+        in_rows = np.zeros(len(by_rank), np.int64)  # machines; each partition has waves of its own
         for size in self.local_sizes:
             ranks = range(first, first + size)
             first += size
             left += not phase.joined.issuperset(ranks)
-            machines += bool(_by_rank(phase.spec, new)[:, ranks[0]].min() > 0)
+            in_rows += by_rank[:, ranks[0]] > 0
+        machines = int(in_rows.min())
         if machines < min(phase.spec.quorum, left) and len(self.world.trials) < 2:
             raise InvariantError(f"{self.name}, {phase.spec.name}, round {round_}: {machines} machines are no quorum")
 

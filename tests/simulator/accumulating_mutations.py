@@ -171,7 +171,7 @@ ACCUMULATING_MUTATIONS: dict[type[Mutation], int] = {
     AddWhatIsResent: 34,
     WaitForNobody: 3,
     WaitForTheJoined: 3,
-    ForgetTheJoinedWithAPeer: 173,
+    ForgetTheJoinedWithAPeer: 194,
     LoadAnyCopy: 26,
     TakeAnswersOfBefore: 1230,
     KeepNoCopy: 26,
