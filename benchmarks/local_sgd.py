@@ -1,13 +1,14 @@
 """Training over slow, long links: bytes and time of a step with gradients in 16 bits, and with bps.local.DiLoCo.
 
     python -m benchmarks.local_sgd [--machines 4] [--mbit 2] [--delay-ms 100] [--width 128] [--layers 4] [--every 30]
-        [--contenders gloo fp16 diloco_int8 diloco_topk] [--json FILE]
+        [--contenders gloo fp16 diloco_int8 diloco_topk torchft torchft_int8] [--json FILE]
     python -m benchmarks.local_sgd --train 6000 [--width 64] [--layers 2] [--outer 1 0]
 
 Hosts are network namespaces with shaped links (root needed); a delay is that of one direction
 (benchmarks/cluster/hosts.py). One rank on each trains the GPT of examples/gpt.py. "gloo" is torch's
 DistributedDataParallel with its hook for 16 bits, "fp16" DistributedOptimizer with Compression.fp16; "diloco…" is
-DiLoCo with that compression, and one outer step in ``--every`` steps. A turn is ``--slow-steps`` steps of the first
+DiLoCo with that compression, and one outer step in ``--every`` steps. "torchft" is torchft's DiLoCo over gloo, in
+"torchft_int8" with ``should_quantize``: pip install torchft. A turn is ``--slow-steps`` steps of the first
 two, and two outer steps of the others, after as many that are not counted. "sent" is what a machine's link carries out
 in a step, with headers and all else that its processes send, the largest of all machines.
 
@@ -24,28 +25,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.contenders import Layout, our_job, torch_job
+from benchmarks.cluster.contenders import Layout, our_job, torch_commands, torch_job
 from benchmarks.cluster.hosts import Host, LoopbackHost, cluster
 from benchmarks.training_turn import turn
-from benchmarks.turns import Job, new_cost
+from benchmarks.turns import Command, Job, new_cost
 
 ROOT = Path(__file__).parent.parent
-CONTENDERS = ("gloo", "fp16", "diloco", "diloco_int8", "diloco_topk")
+CONTENDERS = ("gloo", "fp16", "diloco", "diloco_int8", "diloco_topk", "torchft", "torchft_int8")
 _TRAINED_AT_ONCE = 200
 
 
 def started(arguments: argparse.Namespace, name: str, hosts: list[Host], steps: int) -> Job:
     sizes = (arguments.width, arguments.layers, arguments.every, steps, *arguments.outer)
     program = ["-m", "benchmarks.local_sgd_rank", name, *map(str, sizes)]
+    layout, variables = Layout(hosts, ranks=1), {"PYTHONPATH": str(ROOT)}
+    if name.startswith("torchft"):
+        commands = torch_commands(layout, program, variables)
+        own = [{**each.variables, "OWN_ADDRESS": host.address} for each, host in zip(commands, hosts, strict=True)]
+        return Job(name, len(hosts), [Command(each.words, given) for each, given in zip(commands, own, strict=True)])
     start = torch_job if name == "gloo" else our_job
-    return start(name, Layout(hosts, ranks=1), program, {"PYTHONPATH": str(ROOT)})
+    return start(name, layout, program, variables)
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with cluster([arguments.mbit] * arguments.machines, arguments.delay_ms) as hosts:
         for name in arguments.contenders:
-            steps = 2 * arguments.every if name.startswith("diloco") else arguments.slow_steps
+            steps = arguments.slow_steps if name in ("gloo", "fp16") else 2 * arguments.every
             cost = new_cost()
             job = started(arguments, name, hosts, steps)
             try:
@@ -92,7 +98,7 @@ def main() -> None:
     parser.add_argument("--outer", type=float, nargs=2, default=[1.0, 0.0], metavar=("LR", "MOMENTUM"))
     parser.add_argument("--slow-steps", type=int, default=2, help="of a turn with gradients")
     parser.add_argument("--train", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["gloo", "fp16", *CONTENDERS[3:]])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["gloo", "fp16", *CONTENDERS[3:5]])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     outer = "SGD with lr={:g} and Nesterov momentum {:g}".format(*arguments.outer)

@@ -3,10 +3,12 @@ from one outer step to the next, steps of a turn, the learning rate of the outer
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from benchmarks.turns import orders
 from examples.gpt import GPT, random_batch, read_text
 
 _CONTEXT, _SEQUENCES, _HELD_OUT_BATCHES = 64, 8, 40
+_LIMIT = timedelta(seconds=120)  # of torchft
 
 
 def _diloco(name: str, model: nn.Module, inner: torch.optim.Optimizer, every: int, lr: float, momentum: float) -> Any:
@@ -30,6 +33,52 @@ def _diloco(name: str, model: nn.Module, inner: torch.optim.Optimizer, every: in
         "diloco_topk": bps.Compression.topk(0.03, bits=2),
     }
     return bps.local.DiLoCo(model, inner, outer, every=every, compression=compression[name])
+
+
+def _begin_torchft(
+    name: str, model: nn.Module, inner: torch.optim.Optimizer, every: int, lr: float, momentum: float
+) -> Callable[[], object]:
+    """torchft's DiLoCo, whose outer steps are made by hooks of ``inner``. Returns what ends it. The first rank has the
+    lighthouse, too."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    first, port, own = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["OWN_ADDRESS"]
+    outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
+    states: dict[str, Any] = {"model": model, "inner": inner, "outer": outer}
+
+    def load(saved: dict[str, Any]) -> None:
+        for key, each in states.items():
+            each.load_state_dict(saved[key])
+
+    lighthouse = rank or LighthouseServer(bind=f"{first}:{port}", min_replicas=size, join_timeout_ms=60_000)
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=_LIMIT),
+        use_async_quorum=False,
+        init_sync=False,  # all begin with the same model; its checkpoints would be looked for at names of hosts
+        min_replica_size=size,
+        load_state_dict=load,
+        state_dict=lambda: {key: each.state_dict() for key, each in states.items()},
+        timeout=_LIMIT,
+        quorum_timeout=_LIMIT,
+        connect_timeout=_LIMIT,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        lighthouse_addr=f"http://{first}:{port}",
+        replica_id=f"{name}_{rank}",
+        hostname=own,
+    )
+    diloco = DiLoCo(
+        manager, [model], inner, outer, sync_every=every, use_bucketization=True, should_quantize=name.endswith("int8")
+    )
+    diloco.__enter__()
+    kept = lighthouse, store, diloco  # which end with their last references
+    return lambda: (manager.shutdown(wait=False), kept)
 
 
 def main() -> None:
@@ -48,6 +97,9 @@ def main() -> None:
         ddp = nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(None, fp16_compress_hook)
         forward = ddp
+    elif name.startswith("torchft"):
+        rank, optimizer = int(os.environ["RANK"]), inner
+        end = _begin_torchft(name, model, inner, every, lr, momentum)
     else:
         bps.init()
         rank = bps.rank()
@@ -85,6 +137,9 @@ def main() -> None:
             answer(does[word]())
     if name == "gloo":
         dist.destroy_process_group()
+    elif name.startswith("torchft"):
+        end()
+        os._exit(0)  # its threads may wait for ranks that are gone
     else:
         bps.shutdown()
 
