@@ -63,6 +63,8 @@ _CALLS: dict[str, tuple[str, dict[str, str]]] = {
     "hosted_sharded": ("hosted_sharded", {}),
     "shadow": ("optimizer", {"BYTEPS_SHADOW": "1"}),
 }
+#: A step that takes longer than this, and so many times what the shares of before need, ends the benchmark.
+_STEP_LIMIT_S, _STEP_LIMIT = 60.0, 10.0
 #: Steps after the shares have changed that may still have parts of the old ones.
 _SETTLING = 2
 
@@ -125,8 +127,8 @@ def train(
         found = Found()
         ours.take(call, counts, found)
         phase.steps += [(time.monotonic() - since_s, took_s) for took_s in found.times_s]
-        if time.monotonic() - now_s > 60:
-            raise SystemExit("a step has taken more than a minute")
+        if time.monotonic() - now_s > max(_STEP_LIMIT_S, _STEP_LIMIT * phase.fixed_s):
+            raise SystemExit(f"a step has taken {time.monotonic() - now_s:.0f} s, and {phase.fixed_s:.0f} s were expected")
 
 
 @contextlib.contextmanager
