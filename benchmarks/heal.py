@@ -127,8 +127,9 @@ def train(
         found = Found()
         ours.take(call, counts, found)
         phase.steps += [(time.monotonic() - since_s, took_s) for took_s in found.times_s]
-        if time.monotonic() - now_s > max(_STEP_LIMIT_S, _STEP_LIMIT * phase.fixed_s):
-            raise SystemExit(f"a step has taken {time.monotonic() - now_s:.0f} s, and {phase.fixed_s:.0f} s were expected")
+        took_s = time.monotonic() - now_s
+        if took_s > max(_STEP_LIMIT_S, _STEP_LIMIT * phase.fixed_s):
+            raise SystemExit(f"a step has taken {took_s:.0f} s, and {phase.fixed_s:.0f} s were expected")
 
 
 @contextlib.contextmanager
