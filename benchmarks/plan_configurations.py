@@ -62,7 +62,7 @@ def _configurations() -> Iterator[Configuration]:
     data, half = functools.partial(JobLayout, 1, 1, 1, 4, 2, 2), functools.partial(JobLayout, 1, 1, 2, 2, 2, 4)
     pipe = functools.partial(JobLayout, 1, 1, 4, 1, 2, 8)
     for layout in (
-        data(), data("zero1"), data("zero2"), data("zero3"), data(hosted="sharded"), data(hosted="machine"),
+        data(), data("zero1"), data("zero2"), data("zero3"), data(hosted="machine"), data(hosted="sharded"),
         half(), half(schedule="gpipe"), half(hosted="machine"), pipe(), pipe(schedule="gpipe"),
         pipe(schedule="chimera"),
     ):  # fmt: skip

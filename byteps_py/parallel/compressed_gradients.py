@@ -36,6 +36,7 @@ from byteps_py.tensors import PRIORITY_READY_ORDER, NonFinite, TensorSpec
 from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
+from byteps_py.torch.collectives.members import digest_of
 from byteps_py.torch.collectives.parameter_owners import announce_averaging, check_unowned
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.compression import (
@@ -230,7 +231,7 @@ def compress_gradients(model: nn.Module, compression: Any) -> None:
     for title, module in modules:
         inner = cast(nn.Module, module)
         if inner not in _names:
-            _names[inner] = context.claim(title)
+            _names[inner] = context.claim(_name_of(title, inner))
         comm = CodedReduceScatter(title, _names[inner], module, chosen)
         try:
             module.set_custom_reduce_scatter(cast(Any, comm))
@@ -244,6 +245,16 @@ def _param_groups(module: nn.Module) -> Sequence[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+
+
+def _name_of(title: str, module: nn.Module) -> str:
+    """Numbered per group of ranks, because others do not count along: stages of a pipeline have other modules."""
+    for group in _param_groups(module):
+        if (ranks := dist.get_process_group_ranks(group.mesh_info.shard_process_group)) != [
+            *range(dist.get_world_size())
+        ]:
+            return f"{title} of {digest_of(ranks)}"
+    return title
 
 
 def _gradient_dtypes(module: FSDPModule) -> set[torch.dtype]:

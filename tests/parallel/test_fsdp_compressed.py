@@ -53,7 +53,7 @@ def test_the_codec_saves_what_it_promises(tmp_path: Path) -> None:
     assert 3.5 * coded < steps * sum(pieces) * 4
 
 
-SOME = ("topk_ef", "errors_go_on", "not_all_parameters", "refused")
+SOME = ("topk_ef", "errors_go_on", "parallelize_a_pipeline", "not_all_parameters", "refused")
 
 
 @pytest.mark.slow

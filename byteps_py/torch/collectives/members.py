@@ -79,7 +79,7 @@ class Members:
         so far."""
         ranks = tuple(self.ranks[p] for p in positions)
         session = self.context.session if len(ranks) > 1 else SoloSession()
-        name = f"{self.prefix}.split.{number}.{_digest(ranks)}"
+        name = f"{self.prefix}.split.{number}.{digest_of(ranks)}"
         return Members(self.context, session, ranks, positions.index(self.position), name)
 
     def mover(self, device: torch.device) -> Mover:
@@ -94,8 +94,9 @@ def prefix_of(epoch: int, name: str, ranks: Sequence[int]) -> str:
     Disjoint groups may have the same name, where not all ranks have created the same groups; so the prefix contains the
     ranks.
     """
-    return f"c10d.{epoch}.{name}.{_digest(ranks)}"
+    return f"c10d.{epoch}.{name}.{digest_of(ranks)}"
 
 
-def _digest(ranks: Sequence[int]) -> str:
+def digest_of(ranks: Sequence[int]) -> str:
+    """A few letters that other ranks do not have: long lists of ranks are no names."""
     return hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=6).hexdigest()
