@@ -155,6 +155,10 @@ def test_the_backward_pass_of_the_last_micro_batch_hides_the_sums_of_hosted_opti
         backward = part(hosted, "computing", job) / 4 * 2 / 3
         if layout.pp == 1:
             assert exposed == pytest.approx(max(whole / 8, whole - backward * 7 / 8))
+            sharded = replace(layout, hosted="sharded")
+            whole = sums(sharded, job)  # owners send half of it back after the step
+            half = whole / 2
+            assert part(sharded, "gradients", job) == pytest.approx(half + max(half / 8, half - backward * 7 / 8))
         assert part(layout, "gradients", job) == sums(layout, job)
 
 

@@ -297,10 +297,14 @@ def _hides_gradients(layout: JobLayout) -> bool:
 
 def _exposed(job: PlanJob, layouts: Sequence[JobLayout], computing: Column, gradients: Column) -> Column:
     """What is left of sums that begin in the backward pass of the last micro-batch, layer after layer: the first one's
-    gradient comes at the end."""
+    gradient comes at the end. Owners of sharded states send parameters back after the step: half of all."""
     passes = np.array([layout.micro_batches * (4 if layout.recompute else 3) / 2 for layout in layouts])
     later = (job.model.layers - 1) / job.model.layers
-    return np.asarray(np.maximum(gradients * (1 - later), gradients - computing / passes * later))
+    back = np.array(
+        [gradient / 2 * (layout.hosted == "sharded") for gradient, layout in zip(gradients, layouts, strict=True)]
+    )
+    summed = gradients - back
+    return np.asarray(back + np.maximum(summed * (1 - later), summed - computing / passes * later))
 
 
 def _copies_ms(job: PlanJob, layout: JobLayout) -> float:
