@@ -270,7 +270,7 @@ class RdmaLane:
         return ended
 
     def _part(self, name: str) -> None:
-        """Forget an agent. What is being read from it may yet be written: that memory is not used again."""
+        """Forget an agent. Reads of it may still write to their memory, which is not used again."""
         for read in [read for read in self._reads if read.name == name]:
             self._lost.append(read.memory)
             self._reads.remove(read)

@@ -249,11 +249,10 @@ def _param_groups(module: nn.Module) -> Sequence[Any]:
 
 def _name_of(title: str, module: nn.Module) -> str:
     """Numbered per group of ranks, because others do not count along: stages of a pipeline have other modules."""
+    everyone = [*range(dist.get_world_size())]
     for group in _param_groups(module):
-        if (ranks := dist.get_process_group_ranks(group.mesh_info.shard_process_group)) != [
-            *range(dist.get_world_size())
-        ]:
-            return f"{title} of {digest_of(ranks)}"
+        ranks = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+        return title if ranks == everyone else f"{title} of {digest_of(ranks)}"
     return title
 
 

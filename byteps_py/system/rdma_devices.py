@@ -1,4 +1,4 @@
-"""What this machine and this installation have for RDMA: devices, and a library, which is not imported. Any thread."""
+"""Finds the RDMA devices of this machine, and whether the library is installed, which is not imported. Any thread."""
 
 from __future__ import annotations
 

@@ -65,9 +65,9 @@ def test_two_machines_by_torchrun_and_a_cpu_machine_by_hand() -> None:
 
 @pytest.mark.slow
 def test_torchrun_starts_its_ranks_again() -> None:
-    # The agent ends all ranks as soon as it sees a dead one: mostly before another can tell its error.
     with torchrun("--nproc-per-node=2", "--max-restarts=1", program=(RANK, "dies_once")) as job:
         assert job.end() == 0
+    assert "0: PeerLostError: rank 1 " in job.text
     assert {"0: reduced", "1: reduced"} <= set(job.said)
 
 

@@ -216,8 +216,11 @@ def dies_once(rank: Rank) -> None:
     """The odd rank is killed, unless torchrun has started it again."""
     rank.open()
     rank.reduce()
-    if rank.is_odd and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        # torchrun ends all ranks as soon as it sees a dead one: this one tells its error before.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank.is_odd:
+            os.kill(os.getpid(), signal.SIGKILL)
     rank.reduce()
     rank.say("reduced")
     rank.session.close()

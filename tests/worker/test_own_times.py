@@ -121,7 +121,7 @@ def test_a_rank_that_takes_a_delivered_result_late_has_held_itself_up() -> None:
     assert report.own_s == pytest.approx(0.011 + 0.270)
     assert report.elapsed_s == pytest.approx(0.310 - 0.013)
     own.add_deliveries([DeliveredResult(spec, 0.312)])
-    # What others have with that name, and what comes between ranks, ends when the rank says so.
+    # Operations of other groups, and those between ranks, end when the rank says so.
     own.add([span(4, 0, 311, 330, other), span(5, 0, 332, 340)])
     report = own.report()
     assert report is not None

@@ -155,7 +155,7 @@ def usual_costs(found: Iterable[nn.Module]) -> list[float]:
 
 
 def _behind_free_layers(bounds: Sequence[int], costs: Sequence[float]) -> list[int]:
-    """What costs nothing stays with the layer before it, as an activation does, unless the stage has nothing else."""
+    """Layers without a cost stay with the layer before them, as activations do, unless the stage has nothing else."""
     moved = [bounds[0]]
     for bound, end in itertools.pairwise([*bounds[1:], len(costs)]):
         while bound + 1 < end and not costs[bound]:

@@ -6,7 +6,7 @@ before:
 
     before   a b c d e        after   a b d e f        runs   (0, 2) (3, 2) + f
 
-What follows from all members together, shares and rates, is sent as columns.
+Shares and rates may change for all members at once, so they are sent as columns.
 """
 
 from __future__ import annotations

@@ -289,20 +289,19 @@ def _updates(layouts: Sequence[JobLayout]) -> Column:
 
 
 def _hides_gradients(layout: JobLayout) -> bool:
-    """Whether gradients are summed while others are computed. Those of hosted optimizers are, one by one, but for those
-    of a pipeline, which come at its end. DistributedDataParallel's buckets of 25 MB, and those of FSDP2, are counted as
-    what comes after the backward pass: constants that are fitted to measured steps have what is hidden in them."""
+    """Whether gradients are summed while others are computed. Those of hosted optimizers are, one by one, except in a
+    pipeline, whose gradients come at its end. Sums of DistributedDataParallel and FSDP2 count as a whole: the constants
+    that are fitted to measured steps contain the part that is hidden."""
     return layout.hosted != "no" and layout.pp == 1
 
 
 def _exposed(job: PlanJob, layouts: Sequence[JobLayout], computing: Column, gradients: Column) -> Column:
-    """What is left of sums that begin in the backward pass of the last micro-batch, layer after layer: the first one's
-    gradient comes at the end. Owners of sharded states send parameters back after the step: half of all."""
+    """The part of the sums that computing does not hide. They begin in the backward pass of the last micro-batch, layer
+    after layer: the first layer's gradient comes at the end. Owners of sharded states send parameters back after the
+    step: half of all."""
     passes = np.array([layout.micro_batches * (4 if layout.recompute else 3) / 2 for layout in layouts])
     later = (job.model.layers - 1) / job.model.layers
-    back = np.array(
-        [gradient / 2 * (layout.hosted == "sharded") for gradient, layout in zip(gradients, layouts, strict=True)]
-    )
+    back = gradients * np.array([0.5 if layout.hosted == "sharded" else 0.0 for layout in layouts])
     summed = gradients - back
     return np.asarray(back + np.maximum(summed * (1 - later), summed - computing / passes * later))
 

@@ -127,7 +127,7 @@ class DecoupledDiLoCo(DiLoCo):
         self._begin_anew()
 
     def _send_the_rest(self, unsent: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """What machines had not sent of their changes travels as it is."""
+        """Sum the parts of changes that machines have not sent yet, without a codec."""
         if self._coded.codec is None or not self._coded.codec.error_feedback:
             return
         for fragment, errors in zip(self._fragments, unsent, strict=True):
