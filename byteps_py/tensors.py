@@ -248,7 +248,7 @@ class TensorSpec:
         if self.op is Op.ACCUMULATE and not (codec.draws or codec.is_thc or codec.momentum):
             return
         lacks_answers = (has_one_owner and codec.needs_answers) or (self.scatters and codec.is_thc)
-        if self.op is not Op.SUM or lacks_answers or self.is_shadowed:
+        if self.op is not Op.SUM or lacks_answers or (self.is_shadowed and codec.has_states):
             raise UsageError(
                 f"{what} is for sums and averages that all machines get, not for a "
                 f"{replace(self, codec=None).describe()}"

@@ -2,7 +2,8 @@
 clocks; time is an argument.
 
 A server on a spare machine sees, or is sent, every sum of a partition. Its owner sends the states once, and then of
-each step the numbers: the server makes the same step with the same sum. So the states outlive their owner. Decides
+each step the numbers: the server makes the same step with the same sum. Of a sum with a codec it has the code, and
+decodes it as the owner does. So the states outlive their owner. Decides
 what is kept, applied and dropped; must not know where bytes lie. One thread.
 
 A *run* is one optimizer in one incarnation of a job. A part of a run is a partition of gradients; of its states there
@@ -25,6 +26,7 @@ begins anew with SHADOW_BEGIN.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +35,7 @@ from typing import Any
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import SCALARS, StepKind
+from byteps_py.server.admission import codec_of
 from byteps_py.server.shadow_records import AttachedPieces, SizedMemory, StepRecord
 from byteps_py.server.shadow_state import (
     AllocateStates,
@@ -145,7 +148,7 @@ class ShadowStore:
         """SHADOW_BEGIN: the states of a partition follow."""
         try:
             facts = self._facts(header, said)
-        except UsageError as error:
+        except (UsageError, ValueError) as error:
             return [RefuseShadow(origin, header, str(error))]
         run = self._run(said.run, now)
         place = (header.key, header.index)
@@ -265,7 +268,7 @@ class ShadowStore:
             return [_lacks(origin, reply, f"{what}: the sum of round {header.round} is not here")]
         if self.waiting_bytes + total.nbytes > self._most_waiting_bytes:
             return [_lacks(origin, reply, f"{what}: {self.waiting_bytes} bytes of earlier steps wait here already")]
-        copy.steps.append(HeldStep(said.step, said.before, total, said.divisor, segments, origin, reply))
+        copy.steps.append(HeldStep(said.step, said.before, header.round, total, said.divisor, segments, origin, reply))
         self.waiting_bytes += total.nbytes
         self._end_hold()
         for older in [each for each in part.sums if each < name]:
@@ -506,9 +509,15 @@ class ShadowStore:
     def _facts(self, header: Header, said: ShadowPartition) -> PartFacts:
         """Raises UsageError for what no correct peer sends."""
         kind = StepKind.from_code(said.step_kind)
-        facts = PartFacts(said.run, said.name, header.key, header.index, said.first, said.count, kind)
+        codec = codec_of(header.codec)
+        codec = dataclasses.replace(codec, drawn=header.drawn) if codec is not None else None
+        facts = PartFacts(said.run, said.name, header.key, header.index, said.first, said.count, kind, codec)
         is_wide = kind.parameter is DType.FLOAT64 and kind.gradient is not DType.FLOAT64
-        if not 0 < facts.sum_nbytes <= self._partition_bytes or header.round != said.step or is_wide:
+        is_wrong = codec is not None and (codec.is_thc or codec.error_feedback or said.first % codec.block)
+        if is_wrong or (codec is not None and kind.gradient is DType.FLOAT64):
+            raise UsageError(f"states of {facts}, whose sums of {kind.gradient.name.lower()} are coded as {codec}")
+        most = max(self._partition_bytes, 0 if codec is None else codec.item_bytes)  # a block is not cut
+        if not 0 < facts.sum_nbytes <= most or header.round != said.step or is_wide:
             raise UsageError(
                 f"states of {facts}, with {facts.sum_nbytes} bytes of gradients in message {header.round} of step "
                 f"{said.step}: a partition has at most {self._partition_bytes} bytes"

@@ -10,16 +10,20 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
+from byteps_py.codecs import Coding, Draw
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import CommunicationError, ProtocolError
 from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.runtime import Kernels, Runtime
+from byteps_py.runtime import Codecs, Kernels, Runtime
 from byteps_py.server.reducer import FrameMemory, PayloadMemory, Reducer
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_state import (
@@ -47,6 +51,7 @@ from byteps_py.server.shadow_state import (
 )
 from byteps_py.system.log import logger
 from byteps_py.system.stage_recorder import SHADOW_STEP, StageRecorder
+from byteps_py.tensor_codec import Codec
 from byteps_py.wire.data_link import (
     MAX_PIECES_BYTES,
     MAX_READ_BYTES,
@@ -121,7 +126,7 @@ class ShadowKeeper:
         self._runtime = runtime
         self._loop = runtime.loop
         self._reducer = reducer
-        self._prepared: set[StepKind] = set()
+        self._prepared: set[tuple[StepKind, Codec | None]] = set()
         self._under_way: dict[StatesCopy, tuple[HeldStep, list[BaseException | None]]] = {}
         self._waiting: deque[ApplyStep] = deque()
         # One thread stays free for sums, if there are several.
@@ -262,10 +267,15 @@ class ShadowKeeper:
                 self._handle(NoMemory(copy, text))
                 return
             copy.memory = StatesMemory(facts, self._runtime.new_buffer(needed))
-        if facts.kind not in self._prepared:
-            self._prepared.add(facts.kind)
-            prepare = functools.partial(self._runtime.kernels.prepare_step, facts.kind)
+        if (facts.kind, facts.codec) not in self._prepared:
+            self._prepared.add((facts.kind, facts.codec))
+            prepare = functools.partial(self._prepare, facts)
             self._reducer.run_later(prepare, _PRIORITY, lambda error: None)  # what fails, fails again when it is needed
+
+    def _prepare(self, facts: PartFacts) -> None:
+        self._runtime.kernels.prepare_step(facts.kind)
+        if facts.codec is not None:
+            self._runtime.codecs.prepare(facts.codec, facts.kind.gradient)
 
     def _apply_next(self) -> None:
         if not self._waiting or len(self._under_way) >= self._most_under_way:
@@ -287,6 +297,7 @@ class ShadowKeeper:
             total=total.address,
             divisor=step.divisor,
             segments=step.segments,
+            code=self._code_of(copy.facts, step),
         )
 
         def done(error: BaseException | None) -> None:  # on a pool thread
@@ -294,6 +305,14 @@ class ShadowKeeper:
             self._loop.post(lambda: self._applied(copy))
 
         self._reducer.run_later(work, _PRIORITY, done)
+
+    def _code_of(self, facts: PartFacts, step: HeldStep) -> CodedTotal | None:
+        if (codec := facts.codec) is None:
+            return None
+        draw = Draw(facts.key, codec.drawn + step.round, facts.first // codec.block)
+        coding = Coding(codec, facts.kind.gradient, facts.count, draw=draw)
+        memory = self._runtime.new_buffer(facts.count * coding.dtype.itemsize)
+        return CodedTotal(self._runtime.codecs, coding, memory)
 
     def _applied(self, copy: StatesCopy) -> None:
         step, outcome = self._under_way.pop(copy)
@@ -362,8 +381,30 @@ def new_store(settings: Settings, runtime: Runtime) -> ShadowStore:
     return ShadowStore(settings.max_partition_bytes, WAITING_SHARE * runtime.available_memory())
 
 
+@dataclass(frozen=True, slots=True)
+class CodedTotal:
+    """How a sum is decoded, and to where."""
+
+    codecs: Codecs
+    coding: Coding
+    memory: npt.NDArray[np.uint8]
+
+    def decode(self, code: int) -> int:
+        """Returns the address of the sum whose code lies at the address ``code``."""
+        place = int(self.memory.ctypes.data)
+        self.codecs.decode(self.coding, code, (place,), 1, 0)
+        return place
+
+
 def apply_step(
-    kernels: Kernels, kind: StepKind, states: list[int], total: int, divisor: int, segments: Sequence[StepSegment]
+    kernels: Kernels,
+    kind: StepKind,
+    states: list[int],
+    total: int,
+    divisor: int,
+    segments: Sequence[StepSegment],
+    code: CodedTotal | None = None,
 ) -> None:
-    """Step states with a sum. ``states``, ``total``: addresses. Any thread."""
+    """Step states with a sum. ``states``, ``total``: addresses. ``code``: of the sum, if it is coded. Any thread."""
+    total = code.decode(total) if code is not None else total
     bind_segments(kind, states, [total], [], divisor, kernels.bind_step)(segments)

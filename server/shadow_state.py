@@ -13,6 +13,7 @@ from typing import Any
 from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.server.shadow_records import RunRecords, SizedMemory
+from byteps_py.tensor_codec import Codec
 from byteps_py.wire.data_link import Header, StatesRead
 
 #: Where a partition is in its run: the tensor's key, and the partition's index.
@@ -63,6 +64,7 @@ class PartFacts:
         first: its first element in the tensor.
         count: its elements.
         kind: the kind of its steps.
+        codec: of its sums; None: they are not coded. Its machines keep nothing from round to round.
     """
 
     run: int
@@ -72,6 +74,7 @@ class PartFacts:
     first: int
     count: int
     kind: StepKind
+    codec: Codec | None = None
 
     def __str__(self) -> str:
         return f"elements {self.first} to {self.first + self.count} of {self.name!r}"
@@ -88,17 +91,20 @@ class PartFacts:
 
     @property
     def sum_nbytes(self) -> int:
-        """The bytes of a sum of gradients."""
+        """The bytes of a sum of gradients, as servers have it."""
+        if self.codec is not None:
+            return self.codec.coded_nbytes(self.count)
         return self.count * self.kind.gradient.itemsize
 
 
 @dataclass(slots=True, eq=False)
 class HeldStep:
-    """A step that can be applied. ``before``: the step that it follows. ``total``: the sum. ``origin``, ``header``: to
-    answer."""
+    """A step that can be applied. ``before``: the step that it follows. ``total``: the sum, of round ``round``.
+    ``origin``, ``header``: to answer."""
 
     number: int
     before: int
+    round: int
     total: SizedMemory
     divisor: int
     segments: tuple[StepSegment, ...]

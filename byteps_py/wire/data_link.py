@@ -69,7 +69,9 @@ class Kind(enum.IntEnum):
     )
     # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
     # gradients; ``round`` is one of its sum, or the number of a step. Long payloads come in pieces (MAX_PIECES_BYTES).
-    SHADOW_BEGIN = 30  # CS → SS: keep a partition's states as of step ``round``; payload: a ShadowPartition
+    # CS → SS: keep a partition's states as of step ``round``; ``codec``, ``drawn``: of its sums; payload: a
+    # ShadowPartition
+    SHADOW_BEGIN = 30
     SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state ``segment`` of the partition begun last
     SHADOW_SUM = 32  # CS → SS: the sum of round ``round``, which another server has added
     SHADOW_STEP = 33  # CS → SS: the owner steps with the sum of round ``round``; payload: a ShadowStep

@@ -60,6 +60,7 @@ SEEDS = {
     "hosted-coded": (2, 10, 60),
     "shadow": (2, 12, 80),
     "shadow-outages": (2, 9, 60),
+    "shadow-coded": (2, 8, 60),
     "shadow-copies": (2, 8, 60),
     "restarted": (3, 20, 120),
     "in-place": (2, 12, 100),

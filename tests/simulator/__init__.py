@@ -16,7 +16,7 @@ from .in_place import InPlaceCluster
 from .links import ElasticLinksCluster, HostedLinksCluster, InPlaceLinksCluster, LinksCluster, ShadowLinksCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .restarted import RestartedCluster
-from .shadowed import ShadowCluster, ShadowCopiesCluster, ShadowOutageCluster
+from .shadowed import ShadowCluster, ShadowCodedCluster, ShadowCopiesCluster, ShadowOutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
@@ -35,6 +35,7 @@ KINDS: dict[str, type[Cluster]] = {
     "hosted-coded": HostedCodedCluster,
     "shadow": ShadowCluster,
     "shadow-outages": ShadowOutageCluster,
+    "shadow-coded": ShadowCodedCluster,
     "shadow-copies": ShadowCopiesCluster,
     "restarted": RestartedCluster,
     "in-place": InPlaceCluster,
@@ -74,6 +75,7 @@ __all__ = [
     "Report",
     "RestartedCluster",
     "ShadowCluster",
+    "ShadowCodedCluster",
     "ShadowCopiesCluster",
     "ShadowLinksCluster",
     "ShadowOutageCluster",

@@ -21,8 +21,13 @@ from .outages import ElasticOutageCluster, OutageCluster
 from .parts import Parts
 from .peer_mutations import PEER_MUTATIONS
 from .pipeline_mutations import PIPELINE_MUTATIONS
-from .shadow_mutations import SHADOW_COPIES_MUTATIONS, SHADOW_MUTATIONS, SHADOW_OUTAGE_MUTATIONS
-from .shadowed import ShadowCluster, ShadowCopiesCluster, ShadowOutageCluster
+from .shadow_mutations import (
+    SHADOW_CODED_MUTATIONS,
+    SHADOW_COPIES_MUTATIONS,
+    SHADOW_MUTATIONS,
+    SHADOW_OUTAGE_MUTATIONS,
+)
+from .shadowed import ShadowCluster, ShadowCodedCluster, ShadowCopiesCluster, ShadowOutageCluster
 
 #: With the kind of job, and a seed that shows it.
 ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
@@ -42,6 +47,7 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
         (HostedElasticCluster, HOSTED_ELASTIC_MUTATIONS),
         (ShadowCluster, SHADOW_MUTATIONS),
         (ShadowOutageCluster, SHADOW_OUTAGE_MUTATIONS),
+        (ShadowCodedCluster, SHADOW_CODED_MUTATIONS),
         (ShadowCopiesCluster, SHADOW_COPIES_MUTATIONS),
     )
     for mutation, seed in mutations.items()

@@ -74,7 +74,7 @@ class Model:
                 parameter = DType.FLOAT32  # of which only changes travel
                 kind = StepKind(rule, gradient, parameter)
         gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, codec=codec, **owned)
-        can_change = codec is not None and parameter is DType.FLOAT32 and not owned["is_replicated"]
+        can_change = codec is not None and parameter is DType.FLOAT32 and not (is_shadowed or owned["is_replicated"])
         changes = CHANGES if can_change else None
         parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, codec=changes, **owned)
         return cls(name, kind, gradients, parameters, [])

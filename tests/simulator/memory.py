@@ -20,7 +20,7 @@ from byteps_py.codecs import Coding
 from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
-from byteps_py.server.shadow_keeper import apply_step
+from byteps_py.server.shadow_keeper import CodedTotal, apply_step
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.core.tensor import Compute
@@ -336,10 +336,15 @@ class StepCall(NamedTuple):
     total: int
     divisor: int
     segments: Sequence[StepSegment]
+    code: CodedTotal | None = None
 
     def ranges(self) -> tuple[list[Range], list[Range]]:
         run = bind_segments(self.kind, self.states, [self.total], [], self.divisor, self.kernels.bind_step)
-        return _ranges(_step_kernels(run), self.segments)
+        read, written = _ranges(_step_kernels(run), self.segments)
+        if self.code is not None:
+            coding = self.code.coding
+            read = [(self.total, coding.codec.coded_nbytes(coding.count))]
+        return read, written
 
 
 def _ranges(kernels: dict[bool, StepKernel], segments: Sequence[StepSegment]) -> tuple[list[Range], list[Range]]:

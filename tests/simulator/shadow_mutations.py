@@ -11,6 +11,7 @@ from byteps_py.server.shadow_records import SizedMemory
 from byteps_py.server.shadow_state import (
     CopyState,
     HeldStep,
+    PartFacts,
     ShadowAction,
     ShadowedPart,
     ShadowReply,
@@ -32,7 +33,7 @@ from byteps_py.worker.core.shadow_copies import (
     TopologyChanged,
 )
 from byteps_py.worker.core.shadowing import Shadowing
-from byteps_py.worker.core.tensor import Part
+from byteps_py.worker.core.tensor import DELIVERING, Compute, Part
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.shadows import Shadows
@@ -266,6 +267,23 @@ class CopyReplicatedStatesFromEveryMachine(Mutation):
             return True
 
 
+class ForgetCodesOnceDecoded(Mutation):
+    """Though servers that keep states step with what they decode to as well."""
+
+    class executor(Executor):
+        def _computed(self, compute: Compute, error: BaseException | None) -> None:
+            if isinstance(compute.part, OwnedPart) and compute.part.stage is DELIVERING:
+                self._forget_sum(compute.part)
+            super()._computed(compute, error)
+
+
+class DecodeNothing(Mutation):
+    class shadow_store(ShadowStore):
+        def _facts(self, header: Header, said: ShadowPartition) -> PartFacts:
+            facts = super()._facts(header, said)
+            return dataclasses.replace(facts, codec=None)
+
+
 #: With a seed that shows it. No seed can show a server that keeps pieces of a record though a later one is durable:
 #: it reads a machine's newest connection alone, and pieces keep their order there. That rule is held by
 #: test_pieces_that_come_late_leave_nothing of test_server_shadow_records.py.
@@ -299,6 +317,12 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
 SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
     RunAheadOfTheServer: 90,
     CatchUpWithOneGeneration: 98,
+}
+
+#: With gradients that travel compressed.
+SHADOW_CODED_MUTATIONS: dict[type[Parts], int] = {
+    ForgetCodesOnceDecoded: 7,
+    DecodeNothing: 7,
 }
 
 #: With two copies of all states. That a step is held with both of them: test_worker_shadowing.py.

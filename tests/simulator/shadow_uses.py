@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from .codecs import INT8
 from .hosted_uses import HostedProgram, HostedUse
 from .program import Name
 
@@ -37,3 +38,9 @@ class ShadowProgram(HostedProgram):
     def last(self, name: str, step: int) -> int:
         """The last step of a model, of those up to ``step``; 0: none."""
         return max((number for number in self.history.get(name, ()) if number <= step), default=0)
+
+
+class CodedShadowProgram(ShadowProgram):
+    """Servers decode the sums with which they step."""
+
+    codec = INT8

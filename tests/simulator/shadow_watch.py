@@ -22,6 +22,7 @@ from byteps_py.worker.core.shadow_copies import CopyProgress, PartitionStepped, 
 from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology
 
+from .codecs import decoded, from_floats
 from .memory import Memory, Wide, combine, update, wide_values
 from .services import Server, Worker
 from .shadow_rank import ShadowRank, attachment
@@ -322,6 +323,8 @@ class ShadowWatch:
     def _apply(self, states: list[Wide], facts: PartFacts, held: HeldStep) -> None:
         total: Any = held.total
         data = self._memory.at(total.address, facts.sum_nbytes)
+        if facts.codec is not None:
+            data = from_floats(facts.kind.gradient, decoded(data)[: facts.count])
         gradient = wide_values(facts.kind, combine(Op.SUM, facts.kind.gradient, [data], held.divisor))
         for segment in held.segments:
             at = slice(segment.elements.start, segment.elements.stop)

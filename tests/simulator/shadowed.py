@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from .codecs import INT8
 from .hosted import HostedJob
 from .network import TcpLink
 from .outages import OutageCluster
 from .parts import Parts
 from .rank import Rank
 from .shadow_rank import ShadowRank
-from .shadow_uses import ShadowProgram
+from .shadow_uses import CodedShadowProgram, ShadowProgram
 from .shadow_watch import ShadowWatch
 from .trials import Strikes
 
@@ -133,6 +134,13 @@ class ShadowCluster(ShadowJob):
 
 class ShadowOutageCluster(ShadowJob, OutageCluster):
     """Beside an unreliable network."""
+
+
+class ShadowCodedCluster(ShadowJob):
+    """On a reliable network, with gradients that travel compressed."""
+
+    program_class = CodedShadowProgram
+    partition_bytes = 2 * INT8.item_bytes
 
 
 class ShadowCopiesCluster(ShadowJob):

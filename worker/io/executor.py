@@ -379,7 +379,9 @@ class Executor:
         self._moved_at = self._loop.time()
         if self._is_abandoned:
             return
-        if part.stage is not REDUCING or part.tensor.state.is_void:
+        # Servers that keep states may yet need the code of a sum that its owner steps with: see ``detach_sum``.
+        is_kept = part.stage is REDUCING or (isinstance(part, OwnedPart) and part.is_sum)
+        if not is_kept or part.tensor.state.is_void:
             self._forget_sum(part)
         self.handle(Computed(part))
 

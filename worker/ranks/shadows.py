@@ -276,7 +276,10 @@ class Shadows:
             step=action.step,
         )  # fmt: skip
         header = functools.partial(_header, part=part, round_=action.step)
-        self._tell(action.server, header(Kind.SHADOW_BEGIN), begin.pack())
+        first = header(Kind.SHADOW_BEGIN)
+        if (codec := part.tensor.codec) is not None:
+            first.codec, first.drawn = codec.on_wire.code, codec.drawn
+        self._tell(action.server, first, begin.pack())
         if action.held is None:
             return
         nbytes, most = part.count * kind.state_itemsize, self._topology.partition_bytes

@@ -73,12 +73,14 @@ def check_hosted_compression(
     codecs = [each.codec for each in chosen if each.codec is not None]
     if not codecs:
         return
-    codec = next((each for each in codecs if each.needs_answers), codecs[0])
-    if is_shadowed:
+    kept = next((each for each in codecs if each.has_states), None)
+    if is_shadowed and kept is not None:
         raise UsageError(
-            f"compression {codec} is not for shadow=True and BYTEPS_SHADOW=1: servers that keep states step with sums "
-            "as they are. Leave the shadow out, or use Compression.fp16 or bf16"
+            f"compression {kept} is not for shadow=True and BYTEPS_SHADOW=1: what a machine has not sent yet has no "
+            "copy on other machines, and a job that goes on from the copies would lack it. Leave the shadow out, or "
+            "use a codec without error feedback and momentum, such as int8"
         )
+    codec = next((each for each in codecs if each.needs_answers), codecs[0])
     if codec.needs_answers and mode is not StatesMode.MACHINE:
         raise UsageError(
             f"compression {codec} with a hosted optimizer needs hosted='machine': in other modes a sum goes to its "
