@@ -64,6 +64,7 @@ VARIANTS = {
     "run": {"TEST_RUN": "1"},
     "run, scaler and clip": {"TEST_RUN": "1", "TEST_SCALER": "1", "TEST_CLIP": "1"},
     "in backward": {"TEST_IN_BACKWARD": "1"},
+    "int8": {"TEST_INT8": "1", "BYTEPS_MIN_COMPRESS_BYTES": "0"},
 }
 KILLS = {
     "forward": "1:5:forward",
@@ -91,6 +92,8 @@ IN_SLOW = {"plain": ("all",), "run": ("after",)}
             if (variant, kills) != ("plain", "one after the other")
         ),
         pytest.param("in backward", "backward", marks=SLOW),
+        pytest.param("int8", "backward", marks=SLOW),
+        *(pytest.param("int8", kills, marks=LONG) for kills in ("step", "a machine's ranks")),
         *(pytest.param("in backward", kills, marks=LONG) for kills in ("step", "after")),
     ],
 )

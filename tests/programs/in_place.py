@@ -4,7 +4,7 @@ Says "rank R begins at step S (process P)" once, "rank R: step S" after each ste
 and the scale are. TEST_KILLS: "RANK:CALL:WHERE …": the rank kills itself there, once; WHERE: "forward", "backward"
 (between two gradients), "step" (before it), "clip", "after" (the step). TEST_SCALER: a GradScaler, and an infinity on
 rank 1 in calls 3 and 4. TEST_CLIP: gradients are clipped. TEST_PRELUDE: an operation before restore(). TEST_METRIC:
-ranks also sum their losses, after each step.
+ranks also sum their losses, after each step. TEST_INT8: gradients travel as int8.
 TEST_RUN: a RunState, with a scheduler, in place of restore(). TEST_PAUSE_S: between steps.
 """
 
@@ -64,6 +64,7 @@ def main() -> None:
         bps.allgather_object("hello", name="prelude")
     optimizer = bps.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters(), shadow=True,
+        compression=bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.none,
         step_in_backward="TEST_IN_BACKWARD" in os.environ,
     )  # fmt: skip
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled="TEST_SCALER" in os.environ)

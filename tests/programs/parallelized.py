@@ -167,7 +167,8 @@ def check_refusals(mesh: Mesh) -> None:
     if mesh.tp == 1:
         top = bps.Compression.topk(0.1)
         refused("compression topk .* with a hosted optimizer needs hosted='machine'", hosted=True, compression=top)
-        refused("compression int8 is not for shadow=True", shadow=True, compression=int8)
+        owed = bps.Compression.with_error_feedback(int8)
+        refused("compression int8 with error feedback is not for shadow=True", shadow=True, compression=owed)
         refused(r"compression must be one of bps\.Compression", compression="int8")
     refused("data='zero4': give one of ddp, zero1, zero2, zero3, hsdp", data="zero4")
     if mesh.cp == 1:

@@ -1,6 +1,6 @@
 """Trains with ``shadow=True``, from the last step that servers hold. Says what it has after each step.
 
-    shadowed.py OPTIMIZER[-in-backward] STEPS [SECONDS]
+    shadowed.py OPTIMIZER[+CODEC][-in-backward] STEPS [SECONDS]
 
 Rank 0 prints ``restored at S`` first, then after each step ``step N: DIGEST``: of the parameters and buffers.
 Waits so long after each step.
@@ -23,6 +23,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optim
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.02),
     "lamb": lambda params: bps.optim.LAMB(params, lr=0.01),
 }
+
+
+CODECS = {"": bps.Compression.none, "int8": bps.Compression.int8, "topk": bps.Compression.topk(0.3)}
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -51,12 +54,15 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     bps.init()
     torch.set_num_threads(1)  # sums of a layer have other bits with more
-    kind, _, way = sys.argv[1].partition("-")
+    name, _, way = sys.argv[1].partition("-")
+    kind, _, codec = name.partition("+")
     steps, seconds = int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
     model = make_model()
     optimizer = bps.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()),
         named_parameters=model.named_parameters(),
+        compression=CODECS[codec],
+        hosted="machine" if codec == "topk" else False,
         shadow=True,
         step_in_backward=bool(way),
     )

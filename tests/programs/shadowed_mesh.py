@@ -2,7 +2,8 @@
 
     shadowed_mesh.py TPxCPxPPxDP[:STATES[:FLAG…]] STEPS [SECONDS]
 
-FLAG: "tied" for a model whose first and last layer share a weight; "by_hand" for ``restore`` in place of a RunState.
+FLAG: "tied" for a model whose first and last layer share a weight; "by_hand" for ``restore`` in place of a RunState;
+"int8" for gradients that travel so.
 Each rank prints ``rank R: restored at S`` first, then after each step ``rank R: step N: DIGEST`` of its parameters and
 buffers, and at the end ``rank R: metrics`` with what bps.metrics() says. Waits so long after each step. The third
 step's gradients overflow in one part of the model.
@@ -37,14 +38,15 @@ class Block(nn.Module):
         return self.norm(x + self.w2(self.w1(x).tanh()))
 
 
-def new_training(mesh: Mesh, states: str, is_tied: bool) -> ParallelTraining:
+def new_training(mesh: Mesh, states: str, flags: list[str]) -> ParallelTraining:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
-    if is_tied:
+    if "tied" in flags:
         model[5].weight = model[0].weight
     options = ParallelOptions(
-        plan={"*.w1": Column(), "*.w2": Row()}, micro_batches=2, max_norm=0.5, hosted=states or True, shadow=True
-    )
+        plan={"*.w1": Column(), "*.w2": Row()}, micro_batches=2, max_norm=0.5, hosted=states or True, shadow=True,
+        compression=bps.Compression.int8 if "int8" in flags else bps.Compression.none,
+    )  # fmt: skip
     new_optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
     return parallelize_model(model, mesh, nn.functional.mse_loss, new_optimizer, options)
 
@@ -62,7 +64,7 @@ def main() -> None:
     sizes, states, *flags = (*sys.argv[1].split(":"), "")
     steps, seconds = int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
     mesh = Mesh(*(int(one) for one in sizes.split("x")))
-    training = new_training(mesh, states, "tied" in flags)
+    training = new_training(mesh, states, flags)
     training.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     module = training.local_module
     if by_hand := "by_hand" in flags:

@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "shadow": (
         "test_torch_restore.py::test_everything_comes_back",
+        "test_shadow.py::test_a_job_that_is_killed_goes_on_from_its_last_step",
         "test_shadow_mesh.py::test_all_parts_go_on_from_one_step",
     ),
     "restore+shadow": (
@@ -273,7 +274,6 @@ _OTHER_STAGES = "test_torch_optimizer_use.py::test_ranks_with_other_parameters_a
 _IN_ONE_ANOTHER = "test_sharded_models_refuse_sparse_gradients_and_backward_passes_in_one_another"
 #: Refused pairs of rows and columns with a test of their own.
 REFUSED_IN: dict[tuple[str, str], str] = {
-    ("shadow", "codec"): "test_torch_compression.py::test_refused",
     ("hosted", "powersgd"): "test_powersgd.py::test_refused",
     ("shadow", "powersgd"): "test_powersgd.py::test_refused",
     ("plain", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from byteps_py import codecs
+from byteps_py.codecs import Coding, Draw
 from byteps_py.kernels.update_rules import SCALARS, Method, StepKind, UpdateRule
+from byteps_py.runtime import new_buffer
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
+from byteps_py.server.shadow_keeper import CodedTotal, ShadowKeeper
 from byteps_py.server.shadow_state import (
     AllocateStates,
     ApplyStep,
@@ -23,6 +28,7 @@ from byteps_py.server.shadow_state import (
     JobReplaced,
     NoMemory,
     OwnerMessage,
+    PartFacts,
     PoolStarted,
     ReadAsked,
     RefuseRead,
@@ -35,6 +41,7 @@ from byteps_py.server.shadow_state import (
     StepApplied,
     StepNotBegun,
 )
+from byteps_py.tensor_codec import Codec, CodecKind
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import (
     READER,
@@ -51,6 +58,7 @@ KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOA
 COUNT = 8
 NBYTES = COUNT * 4
 RUN, KEY = 77, 5
+INT8 = Codec(CodecKind.INT8)
 
 
 @dataclass
@@ -247,6 +255,57 @@ def test_a_part_that_can_t_be_is_refused(shell: Shell, change: dict[str, int]) -
     shell.tell(shell.header(Kind.SHADOW_BEGIN, 3), ShadowPartition(**facts))  # type: ignore[arg-type]
     assert len(shell.refused) == 1
     assert shell.parts() == []
+
+
+def test_a_sum_with_a_codec_is_kept_as_its_code(shell: Shell) -> None:
+    shell.seed(3, codec=INT8.code)
+    assert shell.heard() == [("HELD", 3)]
+    shell.sum(9)  # of the size that it had without a codec
+    shell.step(4, round_=9)
+    shell.seed(4, codec=INT8.code)
+    shell.sum(10, nbytes=INT8.coded_nbytes(COUNT))
+    shell.step(5, round_=10, durable=5)
+    assert shell.heard() == [("LACKS", 4), ("HELD", 4), ("HELD", 5)]
+    shell.read(5)
+    assert seeded_with(shell.given[0][1], "seed 4", "sum 10")
+
+
+@pytest.mark.parametrize(
+    ("codec", "change"),
+    [
+        (Codec(CodecKind.THC), {}),  # its machines know the steps of its sums, and servers do not
+        (Codec(CodecKind.INT8, error_feedback=True), {}),
+        (INT8, {"first": 255}),
+        (INT8, {"step_kind": StepKind(UpdateRule(Method.SGD), DType.FLOAT64, DType.FLOAT64).code}),
+        (None, {}),
+    ],
+)
+def test_a_codec_that_can_t_be_is_refused(shell: Shell, codec: Codec | None, change: dict[str, int]) -> None:
+    facts = {"run": RUN, "name": "g", "first": 0, "count": COUNT, "step_kind": KIND.code, "step": 3, **change}
+    header = shell.header(Kind.SHADOW_BEGIN, 3, codec=codec.code if codec is not None else 999)
+    shell.tell(header, ShadowPartition(**facts))  # type: ignore[arg-type]
+    assert len(shell.refused) == 1
+    assert shell.parts() == []
+
+
+def test_a_code_is_decoded_before_the_step() -> None:
+    codec = replace(Codec.randomk(0.25, seed=3), drawn=4)
+    given, coded = np.arange(5000, dtype=np.float32), np.zeros(codec.coded_nbytes(5000), np.uint8)
+    draw = Draw(KEY, 4 + 7, 1)
+    coding = Coding(codec, DType.FLOAT32, len(given), draw=draw)
+    codecs.encode(coding, [int(given.ctypes.data)], int(coded.ctypes.data))
+    due = np.zeros_like(given)
+    codecs.decode(coding, int(coded.ctypes.data), [int(due.ctypes.data)], 1, 0)
+    memory = np.zeros(given.nbytes, np.uint8)
+    at = CodedTotal(codecs, coding, memory).decode(int(coded.ctypes.data))
+    assert at == memory.ctypes.data
+    assert memory.tobytes() == due.tobytes()
+    facts = PartFacts(RUN, "g", KEY, 1, codec.block, len(given), KIND, codec)
+    step = SimpleNamespace(round=7)
+    keeper = SimpleNamespace(_runtime=SimpleNamespace(codecs=codecs, new_buffer=new_buffer))
+    made = ShadowKeeper._code_of(keeper, facts, step)  # type: ignore[arg-type]
+    assert made is not None
+    assert made.coding == coding
 
 
 def test_without_memory_a_part_is_lacked_and_the_rest_ignored(shell: Shell) -> None:

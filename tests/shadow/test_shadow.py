@@ -17,6 +17,7 @@ from support.shadowed_cluster import LAUNCH, PROGRAM, ShadowedCluster, digests
 
 STEPS = 24
 HELD = r"step \d+ held"
+ALL_CODED = {"BYTEPS_MIN_COMPRESS_BYTES": "0"}
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
 def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS, ranks: int = 1) -> dict[int, str]:
     """What a job has that nothing happens to. ``ranks``: of each machine."""
     words = ["-np", str(ranks), "--machines", str(machines), "--servers", str(servers)]
-    with command(*LAUNCH, *words, sys.executable, str(PROGRAM), optimizer, str(steps)) as job:
+    with command(*LAUNCH, *words, sys.executable, str(PROGRAM), optimizer, str(steps), **ALL_CODED) as job:
         assert job.end() == 0, job.text
         return digests(job.text)
 
@@ -41,6 +42,9 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS,
         pytest.param("sgd", 1, 1, marks=pytest.mark.long),
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
         pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
+        pytest.param("adamw+int8", 2, 1, marks=pytest.mark.slow),
+        pytest.param("sgd+topk", 3, 2, marks=pytest.mark.long),
+        pytest.param("lamb+int8", 3, 2, marks=pytest.mark.long),
         pytest.param("lamb", 2, 1, marks=pytest.mark.long),
         pytest.param("adagrad", 3, 2, marks=pytest.mark.long),
     ],
@@ -51,7 +55,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
     ranks = 2 if (machines, servers) == (1, 2) else 1
     expected = undisturbed(optimizer, machines, servers, ranks=ranks)
     # Attached objects do not fit into a partition, and come in pieces.
-    more = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_LOCAL_SIZE": str(ranks)}
+    more = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_LOCAL_SIZE": str(ranks), **ALL_CODED}
     cluster = ShadowedCluster(stack, machines, servers, **more)
     scheduler, *killed = cluster.start(optimizer, "100000", "0.3")
     killed[0].until("step 9:")

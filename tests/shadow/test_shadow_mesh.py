@@ -36,6 +36,7 @@ def digests(*jobs: Job) -> dict[tuple[int, int], str]:
         pytest.param("2x1x1x2:sharded", 2, 1, marks=pytest.mark.slow),
         pytest.param("2x1x1x2:sharded:by_hand", 2, 1, marks=pytest.mark.long),
         pytest.param("2x1x1x2:machine", 2, 1, marks=pytest.mark.long),
+        pytest.param("2x1x1x2:sharded:int8", 2, 1, marks=pytest.mark.long),
         pytest.param("1x1x2x2:sharded:tied", 2, 2, marks=pytest.mark.slow),
         pytest.param("2x1x2x1", 2, 1, marks=pytest.mark.long),  # no rank has a copy
         pytest.param("1x1x2x2:machine", 2, 1, marks=pytest.mark.long),

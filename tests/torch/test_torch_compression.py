@@ -109,7 +109,11 @@ REFUSED = {
         "with a hosted optimizer needs hosted='machine': .* such as int8",
     ),
     "sharded": (lambda: optimizer(C.thc(), hosted="sharded"), "with a hosted optimizer needs hosted='machine'"),
-    "shadow": (lambda: optimizer(INT8, hosted="machine", shadow=True), "is not for shadow=True and BYTEPS_SHADOW=1"),
+    "shadow": (
+        lambda: optimizer(C.with_momentum(INT8, 0.5), hosted="machine", shadow=True),
+        "int8 with momentum 0.5 is not for shadow=True and BYTEPS_SHADOW=1: what a machine has not sent yet has no",
+    ),
+    "shadow thc": (lambda: optimizer(C.thc(), hosted="machine", shadow=True), "is not for shadow=True and BYTEPS_SH"),
     "shadow alone": (lambda: optimizer(FEEDBACK, shadow=True), "is not for shadow=True and BYTEPS_SHADOW=1"),
     "shadow of changes": (
         lambda: optimizer(C.none, hosted="sharded", shadow=True, parameter_compression=INT8),
