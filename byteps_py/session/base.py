@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -417,9 +417,9 @@ class Session(ABC):
         time."""
         return []
 
-    def coded_states(self) -> dict[str, CodedState]:
+    def coded_states(self, names: Collection[str] | None = None) -> dict[str, CodedState]:
         """Copies of what this rank keeps for its machine's codecs, by tensor, also of tensors that are not declared
-        yet. Raises UsageError if a round of such a tensor is under way."""
+        yet. ``names``: of these only; None: of all. Raises UsageError if a round of such a tensor is under way."""
         return {}
 
     def set_coded_states(self, states: Mapping[str, CodedState]) -> None:  # noqa: B027  most sessions have no codecs

@@ -96,5 +96,21 @@ def test_a_lost_machine_costs_the_others_no_step_and_comes_back(kind: str) -> No
             assert job.end() == 0, job.text
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["decoupled", "diloco"])
+def test_what_was_not_sent_goes_on_when_ranks_form_anew(kind: str) -> None:
+    with elastic_machines("elastic_errors", kind, program=PROGRAM) as machine:
+        jobs = [*(machine(index, **ALL_CODED) for index in range(2)), machine(2, IS_NEW="1", **ALL_CODED)]
+        for job in jobs:
+            job.until("has learned")
+        jobs[2].close()
+        for job in jobs[:2]:
+            job.until("owes: True")
+            line = job.until("equal: True")
+            assert kind == "diloco" or line.endswith("nothing is missing: True"), line
+            assert job.end() == 0, job.text
+
+
 def step_of(line: str) -> int:
     return int(line.rpartition(" ")[2])

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -224,7 +225,57 @@ def elastic(kind: str) -> None:
     print(f"{bps.size()} ranks ended, trained alone: {alone > 0}, equal: {are_equal(model)}", flush=True)
 
 
-WAYS: tuple[Callable[..., None], ...] = in_step, slow, coded, states, coded_states, wrong, noisy, elastic
+def elastic_errors(kind: str) -> None:
+    """Two machines learn something, of which codes lack most, and a third one, which learns nothing, is killed. What was
+    not sent goes on with the group of the others."""
+    is_new = "IS_NEW" in os.environ
+    model = new_model(width=64).float()
+    before, own = weights(model), torch.Generator().manual_seed(int(os.environ["DMLC_WORKER_ID"]))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    options: dict[str, Any] = {"every": 2, "compression": bps.Compression.onebit(error_feedback=True)}
+    if kind == "decoupled":
+        options |= {"quorum": 3, "compression": bps.Compression.topk(0.05)}
+    made = DecoupledDiLoCo if kind == "decoupled" else DiLoCo
+    optimizer = made(model, inner, averaging(model), **options)
+    learned = torch.zeros_like(before)
+
+    def step(learns: bool) -> None:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+            if learns:
+                param.grad.normal_(generator=own)
+        if learns:
+            learned.add_(torch.cat([param.grad.flatten() for param in model.parameters()]))
+        optimizer.step()
+
+    @bps.elastic.run
+    def loop(state: Any) -> None:
+        if bps.size() == 3:
+            for _ in range(4):
+                step(learns=not is_new)
+            print("has learned", flush=True)
+            if is_new:
+                signal.pause()  # until it is killed; the others wait for it in their next exchange
+            while True:
+                time.sleep(0.02)
+                step(learns=False)
+        found = [torch.frombuffer(bytearray(each.data), dtype=torch.float32) for each in
+                 contexts.current().session.coded_states().values() if each.data]  # fmt: skip
+        found += [error for errors in getattr(optimizer, "_owed", {}).values() for error in errors if error is not None]
+        print(f"owes: {any(bool(error.any()) for error in found)}", flush=True)
+        for _ in range(4):
+            step(learns=False)
+
+    loop(bps.elastic.TorchState(optimizer=optimizer))
+    optimizer.synchronize()
+    total = bps.push_pull(learned, average=False, name="learned")
+    off = float((weights(model) - before + total / 3).abs().max())
+    print(f"equal: {are_equal(model)}, off by {off:.4f}, nothing is missing: {off < 1e-4}", flush=True)
+
+
+WAYS: tuple[Callable[..., None], ...] = (
+    in_step, slow, coded, states, coded_states, wrong, noisy, elastic, elastic_errors
+)  # fmt: skip
 
 
 def main() -> None:

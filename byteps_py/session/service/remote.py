@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from byteps_py.errors import (
@@ -327,11 +327,11 @@ class RemoteSession(ChannelSession):
             chunks, slot.chunks = slot.chunks, []
         return chunks if slot.pending else []
 
-    def coded_states(self) -> dict[str, CodedState]:
+    def coded_states(self, names: Collection[str] | None = None) -> dict[str, CodedState]:
         self.read_available()  # rounds may be over
         self.check_open()
         with self.state:
-            return self._coded_states.take(self._slots.current())
+            return self._coded_states.take(self._slots.current(), names)
 
     def set_coded_states(self, states: Mapping[str, CodedState]) -> None:
         self.check_open()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -229,10 +229,11 @@ class CodedStates:
         ):  # else nothing is coded, or another rank of the machine has it
             slot.coded_state[:] = state.data
 
-    def take(self, slots: Iterable[Slot]) -> dict[str, CodedState]:
-        """Copies of those of ``slots``, and of those that wait. Raises UsageError if a round is under way."""
-        found = dict(self._waiting)
-        for slot in _idle(slots):
+    def take(self, slots: Iterable[Slot], names: Collection[str] | None = None) -> dict[str, CodedState]:
+        """Copies of those of ``slots``, and of those that wait. ``names``: of these only; None: of all. Raises UsageError
+        if a round is under way."""
+        found = {name: state for name, state in self._waiting.items() if names is None or name in names}
+        for slot in _idle(slot for slot in slots if names is None or slot.spec.name in names):
             spec = slot.spec
             if spec.codec is not None:
                 codec = replace(spec.codec, drawn=slot.drawn + slot.done_round) if spec.codec.draws else spec.codec

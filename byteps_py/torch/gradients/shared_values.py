@@ -190,13 +190,14 @@ class SharedValues:
         session, found = self._context.session, list[torch.Tensor | None]()
         if self._compression.codec is None or not self._compression.codec.error_feedback:
             return [None for _ in self._copies]
-        states = session.coded_states()
-        for index, copy in enumerate(self._copies):
-            state = states.pop(self._tensor_name(index), None)
+        names = [self._tensor_name(index) for index in range(len(self._copies))]
+        states = session.coded_states(names)
+        for name, copy in zip(names, self._copies, strict=True):
+            state = states.get(name)
             error = torch.frombuffer(bytearray(state.data), dtype=torch.float32) if state and state.data else None
             found.append(None if error is None else error.to(copy.change.device))
         if is_taken:
-            session.set_coded_states(states)
+            session.set_coded_states({name: each for name, each in session.coded_states().items() if name not in names})
         return found
 
     def _by_view(

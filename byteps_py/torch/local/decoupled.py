@@ -91,8 +91,10 @@ class DecoupledDiLoCo(DiLoCo):
             for fragment in self._fragments
         }
         self._sent: set[str] = set()  # names of the fragments whose values are under way
-        #: By fragment: what was not sent when its state was saved, to be sent with the next change.
+        #: By fragment: what was not sent when its state was saved, or its group ended, to be sent with the next change.
         self._owed: dict[str, list[torch.Tensor | None]] = {}
+        #: In an elastic job, by fragment: the same for its next group, as of the last exchange that is over.
+        self._unsent_before: dict[str, list[torch.Tensor | None]] = {}
 
     def _begin_anew(self) -> None:
         """With the global values of this rank, which all ranks have, at the next exchange."""
@@ -120,6 +122,7 @@ class DecoupledDiLoCo(DiLoCo):
             self._take_part()
         self._take_part()  # not all of the last values may have been newer than the last changes
         self._send_the_rest(unsent)
+        self._unsent_before.clear()
         for fragment in self._fragments:
             for copy in fragment.copies:
                 copy.give_values()
@@ -152,10 +155,11 @@ class DecoupledDiLoCo(DiLoCo):
 
     def rejoin(self) -> None:
         """See DiLoCo.rejoin. Each rank keeps its share of the outer momentum. With error feedback, what machines had
-        not sent yet is missing."""
+        not sent yet is sent with their next changes, but for that of a machine whose first rank was lost."""
         super().rejoin()
         for fragment in self._fragments:
             self._unsent(fragment, is_taken=True)  # a tensor of the same name would go on with it
+        self._owed |= {name: errors for name, errors in self._unsent_before.items() if _has_any(errors)}
         self._begin_anew()
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,10 +174,12 @@ class DecoupledDiLoCo(DiLoCo):
         model's parameters are loaded by the caller."""
         super().load_state_dict(state)
         self.rejoin()
-        self._owed.clear()
-        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            if any(each is not None for each in saved.get("unsent", ())):
-                self._owed[fragment.name] = list(saved["unsent"])
+        unsent = {
+            fragment.name: list(saved.get("unsent", ()))
+            for fragment, saved in zip(self._fragments, state["fragments"], strict=True)
+        }
+        self._owed = {name: errors for name, errors in unsent.items() if _has_any(errors)}
+        self._unsent_before = dict(self._owed)
 
     def _made(self) -> tuple[int, int]:
         return sum(shared.changes for shared in self._shared.values()), self.steps
@@ -192,7 +198,7 @@ class DecoupledDiLoCo(DiLoCo):
             torch.sub(copy.values.detach(), values, out=copy.change)
             copy.values.detach().copy_(values)
         for copy, owed in zip(fragment.copies, self._owed.pop(fragment.name, ()), strict=False):
-            if owed is not None:
+            if owed is not None:  # it stays in ``_unsent_before`` until it was sent
                 copy.change.add_(owed.to(copy.change.device))
         shared = self._shared[fragment.name]
         if not shared.copies:
@@ -207,6 +213,8 @@ class DecoupledDiLoCo(DiLoCo):
             self._sent.remove(fragment.name)
             fragment.has_values = True
             fragment.outer_steps += 1
+            if contexts.current().settings.elastic:
+                self._unsent_before[fragment.name] = self._unsent(fragment)
 
     def _check_own(self, fragment: Fragment) -> None:
         """Raises NonFiniteError on this rank alone, which then gives nothing."""
@@ -247,6 +255,10 @@ def _of_machines(choice: Any) -> type[Compressor]:
             "compression's"
         )
     return Compression.with_error_feedback(chosen) if codec.leaves_out else chosen
+
+
+def _has_any(errors: Sequence[torch.Tensor | None]) -> bool:
+    return any(each is not None for each in errors)
 
 
 def _has_decay(outer: torch.optim.Optimizer) -> bool:

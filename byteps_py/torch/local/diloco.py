@@ -26,6 +26,7 @@ import torch
 
 from byteps_py import rank_bits
 from byteps_py.errors import HorovodInternalError, HostsUpdatedInterrupt, NonFiniteError, UsageError
+from byteps_py.session import CodedState
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.collectives.dtypes import as_bytes
@@ -45,6 +46,8 @@ __all__ = ["DiLoCo", "Streaming"]
 
 #: Of the latest step, in the time that steps take.
 _SMOOTHING = 0.1
+#: Of all sums: how their names begin.
+_KIND = "DiLoCo"
 #: Of a state_dict. Another one is refused.
 _FORMAT = "byteps_py.local.DiLoCo 3"
 
@@ -217,6 +220,7 @@ class DiLoCo:
         self._lost: Exception | None = None
         self._stepped_s = self._step_s = 0.0  # when it made the latest one, and how long steps take, smoothed
         self._sending: StateSending | None = None  # to ranks of an elastic job that lack the newest values
+        self._unsent_states: dict[str, CodedState] = {}  # by tensor: see _keep_unsent
 
     def _adopt(self, outer: torch.optim.Optimizer | None, groups: Mapping[torch.Tensor, int]) -> torch.optim.Optimizer:
         """The outer optimizer, which has the flat copies."""
@@ -327,7 +331,7 @@ class DiLoCo:
         """``is_whole``: without a compression that leaves elements out."""
         fragment.is_whole = is_whole
         compression = Compression.none if is_whole and self._leaves_out else self._compression
-        options = ReductionOptions(Average, "DiLoCo", self._group, compression=compression)
+        options = ReductionOptions(Average, _KIND, self._group, compression=compression)
         must_be_finite = nonfinite.mode_of(contexts.current()) is NonFinite.RAISE
         fragment.is_finite, fragment.sent_at = True, self.steps
         for index, copy in enumerate(fragment.copies):
@@ -354,6 +358,14 @@ class DiLoCo:
         self._outer_step(fragment)
         fragment.has_values = True
         fragment.outer_steps += 1
+        self._keep_unsent(fragment)
+
+    def _keep_unsent(self, fragment: Fragment) -> None:
+        """In an elastic job: what this rank's machine has not sent, for its next group."""
+        context, codec = contexts.current(), self._compression.codec
+        if context.settings.elastic and codec is not None and codec.has_states:
+            names = [f"{_KIND}.{fragment.name}.{index}" for index in range(len(fragment.copies))]
+            self._unsent_states |= context.session.coded_states(names)
 
     def _outer_step(self, fragment: Fragment) -> None:
         """With the changes as gradients."""
@@ -453,6 +465,9 @@ class DiLoCo:
                     copy.give_values()
                 elif not has_own_change:
                     copy.move_parameters(old)
+        if self._unsent_states:
+            session = contexts.current().session
+            session.set_coded_states(session.coded_states() | self._unsent_states)
 
     def _catch_up(self, passed_s: float, step_s: float) -> None:
         """Count the steps that the others have made since, up to the next one that sends a fragment: there they wait
