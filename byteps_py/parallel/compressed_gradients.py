@@ -279,7 +279,7 @@ def check_compression(
     named, choice, settings = list(model.named_parameters()), choice_of(compression), contexts.current().settings
     for name, parameter in named:
         chosen = choice.of(name, parameter)
-        check_low_rank(chosen, name, parameter, settings)
+        check_low_rank(chosen, name, parameter)
         codec_for(chosen, parameter.dtype, 0, name, settings)
     if hosted is not False or shadow:
         check_hosted_compression(choice, named, asked_for(hosted or True), shadow)

@@ -514,17 +514,11 @@ def _compressor(settings: _Settings, name: object) -> type[Compressor]:
     raise settings.error(f"the compressor {name!r} is not here; onebit, topk, randomk and dithering are")
 
 
-def check_low_rank(compression: type[Compressor], name: str, parameter: torch.Tensor, settings: Settings) -> None:
+def check_low_rank(compression: type[Compressor], name: str, parameter: torch.Tensor) -> None:
     """Raises UsageError for factors that can't be had here."""
     if compression.low_rank is None:
         return
     what = f"{name!r}: compression {compression.low_rank}"
-    if settings.max_restarts:
-        raise UsageError(
-            f"{what} can't be had with --max-restarts (BYTEPS_MAX_RESTARTS): a rank that is started again in the "
-            "middle of a step has neither its factors nor its error. Use --elastic, fp16, bf16, or a codec without "
-            "error feedback"
-        )
     if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         kind = str(parameter.dtype).removeprefix("torch.")
         raise UsageError(f"{what} is for float16, bfloat16, float32 and float64, not for {kind}: give it none")
@@ -542,11 +536,6 @@ def codec_for(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
         raise UsageError(f"{what} is for float32, float16 and bfloat16, not for {kind}: give it none")
-    if codec.has_states and settings.max_restarts:
-        raise UsageError(
-            f"{what} can't be had with --max-restarts (BYTEPS_MAX_RESTARTS): a rank that is started again in a step "
-            "would lack what its machine has not sent yet. Use it without error feedback and momentum"
-        )
     if nbytes < settings.min_compress_bytes:
         return None
     return _with_share(codec, compression.elements, nbytes // dtype.itemsize, name) if compression.elements else codec

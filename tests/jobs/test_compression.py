@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from chaos.run import ENVIRON
 from jobs.test_recovery import OPTIONS, kill_all, kill_and_return, nothing, run
+from support.breaking import launch
 from support.clusters import bpslaunch
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "compression.py"
@@ -86,3 +87,22 @@ def test_servers_die_and_the_weights_are_the_same(codec: str) -> None:
     faults.append(nothing)  # the ranks wait for it until the servers are back
     assert not environ.keys() & ENVIRON.keys()
     assert run(OPTIONS, faults, **environ) == run(OPTIONS, [nothing] * len(faults), **environ)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "codec", ["topk", *(pytest.param(each, marks=pytest.mark.long) for each in ("momentum", "thc", "powersgd"))]
+)
+def test_ranks_that_are_started_again_go_on_with_what_was_not_sent(codec: str, tmp_path: Path) -> None:
+    """From checkpoints: there is no shadow."""
+    program, found = str(PROGRAM.with_name("restarted_compression.py")), []
+    for options, kills in (("", ""), ("--max-restarts 5 ", "1:3:backward 0:5:after")):
+        folder = tmp_path / (options or "undisturbed").strip()
+        folder.mkdir()
+        environ = {"BYTEPS_MIN_COMPRESS_BYTES": "0", "TEST_KILLS": kills}
+        with launch(f"{options}-np 1 --machines 2 --servers 1", codec, str(folder), program=program, **environ) as job:
+            assert job.end() == 0, job.text
+        found.append(set(re.findall(r"rank (\d ends: \w{64})", job.text)))
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+    assert len(re.findall(r"begins at step [1-9]", job.text)) >= 4

@@ -172,6 +172,14 @@ def test_a_rank_that_was_started_again_is_told_what_nobody_answers(tmp_path: Pat
     assert "no rank answers an operation before bps.restore()" in job.text
 
 
+@pytest.mark.long
+def test_ranks_with_something_that_was_not_sent_begin_again_together(tmp_path: Path) -> None:
+    owed = {"TEST_OWED": "1", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+    with training(tmp_path, TEST_KILLS="1:6:step", **owed) as job:
+        assert tuple(ends(job)) == undisturbed(), job.text
+        assert "because what tensor 'owed' with compression topk of" in job.text
+
+
 @pytest.mark.slow
 def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> None:
     """A sum after the step, which the rank that was killed took part in, or not: nobody can say it twice, so all ranks

@@ -4,7 +4,8 @@ Says "rank R begins at step S (process P)" once, "rank R: step S" after each ste
 and the scale are. TEST_KILLS: "RANK:CALL:WHERE …": the rank kills itself there, once; WHERE: "forward", "backward"
 (between two gradients), "step" (before it), "clip", "after" (the step). TEST_SCALER: a GradScaler, and an infinity on
 rank 1 in calls 3 and 4. TEST_CLIP: gradients are clipped. TEST_PRELUDE: an operation before restore(). TEST_METRIC:
-ranks also sum their losses, after each step. TEST_INT8: gradients travel as int8.
+ranks also sum their losses, after each step. TEST_INT8: gradients travel as int8. TEST_OWED: they also make a
+sum with error feedback.
 TEST_RUN: a RunState, with a scheduler, in place of restore(). TEST_PAUSE_S: between steps.
 """
 
@@ -98,6 +99,8 @@ def main() -> None:
             optimizer.zero_grad()
         if "TEST_METRIC" in os.environ:
             bps.push_pull(loss.detach(), name="loss")
+        if "TEST_OWED" in os.environ:
+            bps.push_pull(torch.ones(5000), name="owed", compression=bps.Compression.topk(0.1, error_feedback=True))
         say(f"rank {bps.rank()}: step {call}")
         time.sleep(PAUSE_S)
 

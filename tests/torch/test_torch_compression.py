@@ -9,6 +9,7 @@ import torch
 from support.threaded import ThreadedCluster
 
 import byteps_py.torch as bps
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.compression import compression_of
 from byteps_py.torch.run.compression_state import load_of_machine
 
@@ -141,24 +142,29 @@ def test_refused(what: str) -> None:
     ThreadedCluster().run(main)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"nonfinite": "skip"}, "can't be had with BYTEPS_NONFINITE=skip: .* or BYTEPS_NONFINITE=raise"),
-        ({"elastic": True, "max_restarts": 1}, r"can't be had with --max-restarts \(BYTEPS_MAX_RESTARTS\)"),
-    ],
-)
-def test_error_feedback_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_error_feedback_is_refused() -> None:
     def main(rank: int) -> None:
-        with pytest.raises(bps.UsageError, match=said):
+        with pytest.raises(bps.UsageError, match=r"can't be had with BYTEPS_NONFINITE=skip: .* or BYTEPS_NONFINITE=raise"):
             optimizer(FEEDBACK)
         optimizer(INT8)
 
-    ThreadedCluster(**settings).run(main)
+    ThreadedCluster(nonfinite="skip").run(main)
 
 
-def test_error_feedback_in_an_elastic_job() -> None:
-    ThreadedCluster(elastic=True).run(lambda rank: optimizer(FEEDBACK))
+@pytest.mark.parametrize("settings", [{}, {"max_restarts": 1}], ids=str)
+def test_error_feedback_in_an_elastic_job(settings: dict[str, Any]) -> None:
+    ThreadedCluster(elastic=True, **settings).run(lambda rank: optimizer(FEEDBACK))
+
+
+def test_what_a_rank_keeps_for_codecs_is_named() -> None:
+    def main(rank: int) -> None:
+        context = contexts.current()
+        bps.push_pull(torch.ones(5000), False, "x", compression=INT8)
+        assert not context.kept_by_codecs()
+        bps.push_pull(torch.ones(5000), False, "y", compression=FEEDBACK)
+        assert context.kept_by_codecs() == f"what tensor 'y' with compression {FEEDBACK.codec} has not sent yet"
+
+    ThreadedCluster(**EVERY).run(main)
 
 
 def test_saved_states_that_can_not_be_loaded() -> None:
@@ -364,9 +370,6 @@ def test_other_warm_ups_are_a_mismatch() -> None:
     ThreadedCluster(**EVERY).run(main)
 
 
-def test_no_warm_up_with_restarts() -> None:
-    def main(rank: int) -> None:
-        with pytest.raises(bps.UsageError, match=r"a warm-up can't be had with --max-restarts"):
-            optimizer(C.with_warmup(C.int8, 2))
-
-    ThreadedCluster(elastic=True, max_restarts=1).run(main)
+def test_a_warm_up_with_restarts() -> None:
+    """Without a shadow all ranks are started again."""
+    ThreadedCluster(elastic=True, max_restarts=1).run(lambda rank: optimizer(C.with_warmup(FEEDBACK, 2)))

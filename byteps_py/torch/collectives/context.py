@@ -527,6 +527,16 @@ class Context:
                 self._slot_views[request.spec.name] = PieceView(session, self.mover, slot, request)
             return [self._slot_views[request.spec.name] for request in requests]
 
+    def kept_by_codecs(self) -> str:
+        """Something that this rank keeps from step to step for compression, and that ends with the session, in words;
+        empty: there is nothing."""
+        with self.lock:
+            for name, view in self._slot_views.items():
+                if (codec := view.slot.spec.codec) is not None and codec.has_states:
+                    return f"what tensor {name!r} with compression {codec} has not sent yet"
+        factors = [name for each in list(self.keeping_factors) for name in each.factor_states()]
+        return f"the factors of {factors[0]}" if factors else ""
+
     def byte_view(self, name: str, op: Op, group: tuple[int, ...], nbytes_in: int, nbytes_out: int) -> SlotView:
         """The slot of a gather or an exchange with capacity for ``nbytes_in`` and ``nbytes_out`` bytes. It grows when
         it must."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError, UsageError
+from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import PRIORITY_READY_ORDER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
@@ -72,11 +72,6 @@ class GradientReducer:
         self._context = context
         self._delivery = delivery or ToGradient()
         self._options = replace(options or GradientOptions(), nonfinite=nonfinite.mode_of(context))
-        if self._warmup_steps and context.settings.max_restarts:
-            raise UsageError(
-                "compression with a warm-up can't be had with --max-restarts (BYTEPS_MAX_RESTARTS): a rank that is "
-                "started again would begin its warm-up while the others have ended theirs"
-            )
         #: In the order in which they were planned.
         self.buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
@@ -127,7 +122,7 @@ class GradientReducer:
         compressors = [options.compression.of(name, param) for name, param in named]
         dtypes = [each.wire_dtype(param.dtype) for each, (_, param) in zip(compressors, named, strict=True)]
         for compressor, (name, param) in zip(compressors, named, strict=True):
-            check_low_rank(compressor, name, param, self._context.settings)
+            check_low_rank(compressor, name, param)
         sizes = [
             (param.numel() if low_rank is None else low_rank.most_elements(param)) * dtype.itemsize
             for low_rank, (_, param), dtype in zip((c.low_rank for c in compressors), named, dtypes, strict=True)

@@ -237,7 +237,7 @@ def _check_compression(
         raise UsageError("compression by rules is not for op=Adasum, which combines whole steps: give one for all")
     for name, param in named:
         chosen = compression.of(name, param)
-        check_low_rank(chosen, name, param, context.settings)
+        check_low_rank(chosen, name, param)
         if chosen.low_rank is not None:
             _check_op(f"compression {chosen.low_rank}", op)
         if chosen.codec is None:
