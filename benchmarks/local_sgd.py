@@ -3,6 +3,7 @@
     python -m benchmarks.local_sgd [--machines 4] [--mbit 2] [--delay-ms 100] [--width 128] [--layers 4] [--every 30]
         [--contenders gloo fp16 diloco_int8 diloco_topk torchft torchft_int8] [--json FILE]
     python -m benchmarks.local_sgd --train 6000 [--width 64] [--layers 2] [--outer 1 0]
+    python -m benchmarks.local_sgd --train 2000 --until 2.0 --machines 2 --contenders fp16 int8 topk onebit powersgd
 
 Hosts are network namespaces with shaped links (root needed); a delay is that of one direction
 (benchmarks/cluster/hosts.py). One rank on each trains the GPT of examples/gpt.py. "gloo" is torch's
@@ -13,7 +14,8 @@ two, and two outer steps of the others, after as many that are not counted. "sen
 in a step, with headers and all else that its processes send, the largest of all machines.
 
 With ``--train``, machines are processes of this one without links; each contender trains for so many steps, and the
-loss of text that it has not seen is printed.
+loss of text that it has not seen is printed. With ``--until``, each trains until that loss is as low, which is looked at
+every 50 steps, and for so many steps at most; "MB" is what a machine's coded gradients take until then, each way.
 """
 
 from __future__ import annotations
@@ -27,18 +29,28 @@ from typing import Any
 
 from benchmarks.cluster.contenders import Layout, our_job, torch_commands, torch_job
 from benchmarks.cluster.hosts import Host, LoopbackHost, cluster
+from benchmarks.local_sgd_rank import CONTEXT
 from benchmarks.training_turn import turn
 from benchmarks.turns import Command, Job, new_cost
+from examples.gpt import GPT, read_text
 
 ROOT = Path(__file__).parent.parent
-CONTENDERS = ("gloo", "fp16", "diloco", "diloco_int8", "diloco_topk", "torchft", "torchft_int8")
-_TRAINED_AT_ONCE = 200
+#: Whose gradients travel in each step, and how much shorter than float32 (benchmarks/results/compression.md).
+GRADIENTS = {
+    "fp16": 2, "int8": 3.94, "float8": 3.94, "thc": 3.88, "dithering": 7.76, "onebit": 31.0, "topk": 78.8,
+    "randomk": 99.9, "powersgd": 17.0,
+}  # fmt: skip
+CONTENDERS = ("gloo", *GRADIENTS, "diloco", "diloco_int8", "diloco_topk", "torchft", "torchft_int8")
+DEFAULT_CONTENDERS = ["gloo", "fp16", "diloco_int8", "diloco_topk"]
+_TRAINED_AT_ONCE, _LOOKED_AT_ONCE = 200, 50
 
 
 def started(arguments: argparse.Namespace, name: str, hosts: list[Host], steps: int) -> Job:
     sizes = (arguments.width, arguments.layers, arguments.every, steps, *arguments.outer)
     program = ["-m", "benchmarks.local_sgd_rank", name, *map(str, sizes)]
     layout, variables = Layout(hosts, ranks=1), {"PYTHONPATH": str(ROOT)}
+    if name in GRADIENTS:
+        variables["BYTEPS_MIN_COMPRESS_BYTES"] = "0"
     if name.startswith("torchft"):
         commands = torch_commands(layout, program, variables)
         own = [{**each.variables, "OWN_ADDRESS": host.address} for each, host in zip(commands, hosts, strict=True)]
@@ -51,7 +63,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with cluster([arguments.mbit] * arguments.machines, arguments.delay_ms) as hosts:
         for name in arguments.contenders:
-            steps = arguments.slow_steps if name in ("gloo", "fp16") else 2 * arguments.every
+            steps = arguments.slow_steps if name in ("gloo", *GRADIENTS) else 2 * arguments.every
             cost = new_cost()
             job = started(arguments, name, hosts, steps)
             try:
@@ -87,6 +99,36 @@ def train(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def train_until(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in arguments.contenders:
+        hosts: list[Host] = [LoopbackHost(i) for i in range(arguments.machines)]
+        job = started(arguments, name, hosts, _LOOKED_AT_ONCE)
+        steps, loss, began_s = 0, float("inf"), 0.0
+        try:
+            job.meet()
+            began_s = time.monotonic()
+            while loss > arguments.until and steps < arguments.train:
+                job.tell("steps")
+                steps += _LOOKED_AT_ONCE
+                losses = job.tell("loss")
+                loss = sum(losses) / len(losses)
+        finally:
+            job.close()
+        mb = steps * 4e-6 * parameters(arguments) / GRADIENTS.get(name, 2)
+        rows.append({"contender": name, "steps": steps, "loss": loss, "mb": mb, "s": time.monotonic() - began_s})
+        first = rows[0]
+        ratio = f"{first['mb'] / mb:.1f}" if loss <= arguments.until else "–"
+        print(f"| {name} | {loss:.3f} | {steps} | {steps / first['steps']:.2f} | {mb:.1f} | {ratio} |", flush=True)
+    return rows
+
+
+def parameters(arguments: argparse.Namespace) -> int:
+    """How many the model has."""
+    model = GPT(len(read_text()[0]), CONTEXT, arguments.width, arguments.layers, heads=4)
+    return sum(param.numel() for param in model.parameters())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, default=4)
@@ -98,12 +140,17 @@ def main() -> None:
     parser.add_argument("--outer", type=float, nargs=2, default=[1.0, 0.0], metavar=("LR", "MOMENTUM"))
     parser.add_argument("--slow-steps", type=int, default=2, help="of a turn with gradients")
     parser.add_argument("--train", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["gloo", "fp16", *CONTENDERS[3:5]])
+    parser.add_argument("--until", type=float, default=0.0, metavar="LOSS", help="with --train")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     outer = "SGD with lr={:g} and Nesterov momentum {:g}".format(*arguments.outer)
     print(f"{arguments.machines} machines, every={arguments.every}, outer {outer}, load {os.getloadavg()[0]:.1f}")
-    if arguments.train:
+    if arguments.until:
+        print(f"until a held-out loss of {arguments.until:g}, {arguments.train} steps at most")
+        print("| contender | loss | steps | of the first | MB | × fewer |\n|---|---|---|---|---|---|")
+        rows = train_until(arguments)
+    elif arguments.train:
         print(f"{arguments.train} steps\n| contender | held-out loss | of the first | s |\n|---|---|---|---|")
         rows = train(arguments)
     else:

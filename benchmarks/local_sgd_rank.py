@@ -21,8 +21,20 @@ import byteps_py as bps
 from benchmarks.turns import orders
 from examples.gpt import GPT, random_batch, read_text
 
-_CONTEXT, _SEQUENCES, _HELD_OUT_BATCHES = 64, 8, 40
+CONTEXT, _SEQUENCES, _HELD_OUT_BATCHES = 64, 8, 40
 _LIMIT = timedelta(seconds=120)  # of torchft
+#: How gradients travel, where they do in each step.
+GRADIENTS = {
+    "fp16": bps.Compression.fp16,
+    "int8": bps.Compression.int8,
+    "float8": bps.Compression.float8,
+    "thc": bps.Compression.thc(),
+    "dithering": bps.Compression.dithering(7),
+    "onebit": bps.Compression.onebit(error_feedback=True),
+    "topk": bps.Compression.topk(0.01, error_feedback=True),
+    "randomk": bps.Compression.randomk(0.01, error_feedback=True),
+    "powersgd": bps.Compression.powersgd(4),
+}
 
 
 def _diloco(name: str, model: nn.Module, inner: torch.optim.Optimizer, every: int, lr: float, momentum: float) -> Any:
@@ -88,7 +100,7 @@ def main() -> None:
     torch.set_num_threads(1)
     letters, data, held_out = read_text()
     torch.manual_seed(0)
-    model = GPT(len(letters), _CONTEXT, width, layers, heads=4)
+    model = GPT(len(letters), CONTEXT, width, layers, heads=4)
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
     forward: nn.Module = model
     if name == "gloo":
@@ -103,14 +115,14 @@ def main() -> None:
     else:
         bps.init()
         rank = bps.rank()
-        if name == "fp16":
+        if name in GRADIENTS:
             bps.broadcast_parameters(model.state_dict(), root_rank=0)
-            optimizer = bps.DistributedOptimizer(inner, model.named_parameters(), bps.Compression.fp16)
+            optimizer = bps.DistributedOptimizer(inner, model.named_parameters(), GRADIENTS[name])
         else:
             optimizer = _diloco(name, model, inner, every, lr, momentum)
 
     def loss_of(source: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        inputs, targets = random_batch(source, _SEQUENCES, _CONTEXT, generator)
+        inputs, targets = random_batch(source, _SEQUENCES, CONTEXT, generator)
         return functional.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
 
     own = torch.Generator().manual_seed(1 + rank)

@@ -40,9 +40,9 @@ class Report:
 
 
 @functools.cache
-def calm(stretches: int, options: str = OPTIONS, steps: int = STEPS) -> Report:
+def calm(stretches: int, options: str = OPTIONS, steps: int = STEPS, compression: str = "") -> Report:
     """Train without any fault. Servers and their number have no say in the weights."""
-    return run(stretches, None, options, steps)
+    return run(stretches, None, options, steps, compression=compression)
 
 
 def run(
@@ -51,13 +51,16 @@ def run(
     options: str = OPTIONS,
     steps: int = STEPS,
     hosted: bool = False,
+    compression: str = "",
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
-    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. ``hosted``: the services have states.
-    ``progress``: called with the number of stretches that are done. Raises AssertionError if the job does not end well.
-    """
+    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. ``hosted``: the services have states;
+    ``compression``: of gradients, by its name in the program. ``progress``: called with the number of stretches that are
+    done. Raises AssertionError if the job does not end well."""
     limit_s = 120 + 20 * stretches
-    environ = {**ENVIRON, "TEST_HOSTED": "1"} if hosted else ENVIRON
+    environ = {**ENVIRON, "TEST_HOSTED": "1"} if hosted else {**ENVIRON}
+    if compression:
+        environ |= {"TEST_COMPRESSION": compression, "BYTEPS_MIN_COMPRESS_BYTES": "0"}
     with launch(options, str(stretches), str(steps), program=PROGRAM, limit_s=limit_s, **environ) as job:
         chaos = Chaos(job, seed or 0)
         assert job.process.stdin is not None
