@@ -14,8 +14,8 @@ two, and two outer steps of the others, after as many that are not counted. "sen
 in a step, with headers and all else that its processes send, the largest of all machines.
 
 With ``--train``, machines are processes of this one without links; each contender trains for so many steps, and the
-loss of text that it has not seen is printed. With ``--until``, each trains until that loss is as low, which is looked at
-every 50 steps, and for so many steps at most; "MB" is what a machine's coded gradients take until then, each way.
+loss of text that it has not seen is printed. With ``--until``, each trains until that loss is as low, which is looked
+at every 50 steps, and for so many steps at most; "MB" is what a machine's coded gradients take until then, each way.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def run(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
     """Train, ``steps`` in each stretch; ``seed`` None: without any fault. ``hosted``: the services have states;
-    ``compression``: of gradients, by its name in the program. ``progress``: called with the number of stretches that are
-    done. Raises AssertionError if the job does not end well."""
+    ``compression``: of gradients, by its name in the program. ``progress``: called with the number of stretches that
+    are done. Raises AssertionError if the job does not end well."""
     limit_s = 120 + 20 * stretches
     environ = {**ENVIRON, "TEST_HOSTED": "1"} if hosted else {**ENVIRON}
     if compression:

@@ -226,8 +226,8 @@ def elastic(kind: str) -> None:
 
 
 def elastic_errors(kind: str) -> None:
-    """Two machines learn something, of which codes lack most, and a third one, which learns nothing, is killed. What was
-    not sent goes on with the group of the others."""
+    """Two machines learn something, of which codes lack most, and a third one, which learns nothing, is killed. What
+    was not sent goes on with the group of the others."""
     is_new = "IS_NEW" in os.environ
     model = new_model(width=64).float()
     before, own = weights(model), torch.Generator().manual_seed(int(os.environ["DMLC_WORKER_ID"]))

@@ -1,8 +1,10 @@
-"""Trains with a codec in a job whose ranks are started again, from checkpoints: ``restarted_compression.py CODEC FOLDER``.
+"""Trains with a codec in a job whose ranks are started again, from checkpoints.
 
-Each rank saves the weights, and what its machine has not sent yet, after each step. TEST_KILLS: "RANK:STEP:WHERE …": the
-rank kills itself there, once; WHERE: "backward" (between two gradients) or "after" (the step). Prints a digest of the
-weights at the end.
+    restarted_compression.py CODEC FOLDER
+
+Each rank saves the weights, and what its machine has not sent yet, after each step. TEST_KILLS: "RANK:STEP:WHERE …":
+the rank kills itself there, once; WHERE: "backward" (between two gradients) or "after" (the step). Prints a digest of
+the weights at the end.
 """
 
 from __future__ import annotations

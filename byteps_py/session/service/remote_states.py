@@ -230,8 +230,8 @@ class CodedStates:
             slot.coded_state[:] = state.data
 
     def take(self, slots: Iterable[Slot], names: Collection[str] | None = None) -> dict[str, CodedState]:
-        """Copies of those of ``slots``, and of those that wait. ``names``: of these only; None: of all. Raises UsageError
-        if a round is under way."""
+        """Copies of those of ``slots``, and of those that wait. ``names``: of these only; None: of all. Raises
+        UsageError if a round is under way."""
         found = {name: state for name, state in self._waiting.items() if names is None or name in names}
         for slot in _idle(slot for slot in slots if names is None or slot.spec.name in names):
             spec = slot.spec

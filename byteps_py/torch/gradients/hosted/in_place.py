@@ -207,8 +207,8 @@ class InPlaceTiming(StepTiming):
         shadow, (step, calls_now) = self._shadow, reached
         if kept := context.kept_by_codecs():  # of another optimizer, or of a script's own sums
             raise CommunicationError(
-                f"{lost}. The ranks of this job can't go on in place, because {kept} has no copy on other machines: all "
-                "are started again. Use compression without error feedback and momentum beside shadow=True"
+                f"{lost}. The ranks of this job can't go on in place, because {kept} has no copy on other machines: "
+                "all are started again. Use compression without error feedback and momentum beside shadow=True"
             )
         _log.warning("a step waits for the ranks and services that are started again: %s", lost)
         context.rejoin(lost)
