@@ -155,9 +155,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     others = {
         "shadow=True or BYTEPS_SHADOW=1": is_shadowed,
         "delayed_update_after": delayed_update_after is not None,
-        "step_in_backward": step_in_backward,
-        "--elastic": context.settings.elastic,
-        "--max-restarts": bool(context.settings.max_restarts),
+        "--elastic": context.settings.elastic and not context.settings.max_restarts,
         "LAMB": isinstance(optimizer, LAMB),
     }
     its = parameter_codec(parameter_compression, hosted, others, {names[param]: param for param in params})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.clusters import bpslaunch
 from support.coded_sums import scaled
+from support.threaded import ThreadedCluster
 
 import byteps_py.torch as bps
 from byteps_py.codecs import Coding, decode_change, encode_change
@@ -78,7 +79,6 @@ def made(
         ({"shadow": True}, r"does not go together with shadow=True"),
         ({"kind": bps.optim.LAMB}, r"does not go together with LAMB"),
         ({"delayed_update_after": 2}, r"does not go together with delayed_update_after"),
-        ({"step_in_backward": True}, r"does not go together with step_in_backward"),
         ({"dtype": torch.bfloat16}, r"is for float32 parameters, and 'w' is bfloat16"),
         ({"compression": C.float8}, r"travels as int8, not as float8_e4m3"),
         ({"compression": C.with_error_feedback(C.int8)}, r"not as int8 with error feedback"),
@@ -96,6 +96,21 @@ def test_refused(how: dict[str, Any], said: str) -> None:
             made(compression, **how)
     finally:
         bps.shutdown()
+
+
+def test_restarts() -> None:
+    """Without a shadow all ranks are started again."""
+
+    def main(rank: int) -> None:
+        made()
+
+    ThreadedCluster(elastic=True, max_restarts=1).run(main)
+
+    def elastic(rank: int) -> None:
+        with pytest.raises(bps.UsageError, match=r"does not go together with --elastic, where ranks must have"):
+            made()
+
+    ThreadedCluster(elastic=True).run(elastic)
 
 
 def test_specs() -> None:
