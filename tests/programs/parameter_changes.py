@@ -115,7 +115,8 @@ def run(name: str) -> None:
     net = network()
     net.load_state_dict(weights)
     names = [f"again {each}" for each in names]
-    optimizer = bps.DistributedOptimizer(make(net.parameters()), list(zip(names, net.parameters(), strict=True)), **how)
+    named = list(zip(names, net.parameters(), strict=True))
+    optimizer = bps.DistributedOptimizer(make(net.parameters()), named, compression, **how)
     optimizer.load_state_dict(saved)
     for step in range(STEPS, STEPS + 3):
         gradients(net, bps.rank(), step)
