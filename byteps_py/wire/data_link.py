@@ -69,9 +69,7 @@ class Kind(enum.IntEnum):
     )
     # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
     # gradients; ``round`` is one of its sum, or the number of a step. Long payloads come in pieces (MAX_PIECES_BYTES).
-    # CS → SS: keep a partition's states as of step ``round``; ``codec``, ``drawn``: of its sums; payload: a
-    # ShadowPartition
-    SHADOW_BEGIN = 30
+    SHADOW_BEGIN = 30  # CS → SS: keep a partition's states as of step ``round``; payload: a ShadowPartition
     SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state ``segment`` of the partition begun last
     SHADOW_SUM = 32  # CS → SS: the sum of round ``round``, which another server has added
     SHADOW_STEP = 33  # CS → SS: the owner steps with the sum of round ``round``; payload: a ShadowStep
@@ -143,7 +141,7 @@ class Header:
             the round is not checked. In its ANSWER, the ranks that made the result so.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
         codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``. Of an ACCUMULATE, see
-            CODED.
+            CODED. Of a SHADOW_BEGIN: of the partition's sums.
         staleness, quorum: of an ACCUMULATE: see TensorSpec.
         drawn: of a codec that draws: see Codec. Of a PUSH with CODED: the version of the values that the sender has
             got in this epoch; 0: it needs all values.
