@@ -111,6 +111,7 @@ class SharedValues:
         self._copies: list[FlatCopy] = []
         self._begun: list[PieceView] = []  # whose first round has brought the values
         self._given: list[PieceView] = []
+        self._is_beginning = False  # the values are under way to the servers
         self._is_sum = False  # what was given last
         self._number = 0  # of the start
         self._counts: list[torch.Tensor] = []  # of each copy: changes, and ranks that have finished
@@ -154,7 +155,28 @@ class SharedValues:
 
     def restart(self) -> None:
         """Begin anew with the next ``start``. All ranks call it."""
-        self._copies, self._counts = [], []
+        self._copies, self._counts, self._is_beginning = [], [], False
+
+    def begin(self) -> None:
+        """After ``start``: send the values to the servers, which the next ``give`` would do otherwise, and wait for
+        them. They must stay as they are until then. All ranks call it, or none."""
+        if not self.is_alone:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._is_sum = self._context.session.num_machines == 1
+        requests = [each for index, copy in enumerate(self._copies) for each in self._requests(index, copy)]
+        self._given = self._context.slot_views(requests)
+        if not self._is_sum and self._given != self._begun:  # also after join(), or in another job
+            for count in self._counts:
+                count.zero_()
+            self._contribute([copy.values.detach() for copy in self._copies], self._counts)
+            self._begun, self._is_beginning = self._given, True
+
+    def _finish_beginning(self) -> None:
+        if self._is_beginning:
+            self._fetch([copy.values.detach() for copy in self._copies], self._counts)
+            self._is_beginning = False
 
     def give(self, is_last: bool = False) -> None:
         """Send each copy's ``change``. ``is_last``: this rank has finished, of a quorum; to be said once."""
@@ -162,16 +184,8 @@ class SharedValues:
         self._own_counts = [count.new_tensor([1, is_last]) for count in self._counts]
         if self.is_alone:
             return
-        self._is_sum = self._context.session.num_machines == 1
-        requests = [each for index, copy in enumerate(self._copies) for each in self._requests(index, copy)]
-        self._given = self._context.slot_views(requests)
-        if not self._is_sum and self._given != self._begun:  # also after join(), or in another job
-            values = [copy.values.detach() for copy in self._copies]
-            for count in self._counts:
-                count.zero_()
-            self._contribute(values, self._counts)
-            self._fetch(values, self._counts)
-            self._begun = self._given
+        self._begin()
+        self._finish_beginning()
         self._contribute(changes, self._own_counts)
 
     def take(self) -> None:
@@ -187,6 +201,8 @@ class SharedValues:
     def unsent(self, is_taken: bool = False) -> list[torch.Tensor | None]:
         """Of each copy: what this rank's machine has not sent yet of its changes, if this rank has it; None if not.
         ``is_taken``: error feedback begins with zeros. Raises UsageError while an exchange is under way."""
+        if not is_taken:
+            self._finish_beginning()
         session, found = self._context.session, list[torch.Tensor | None]()
         if self._compression.codec is None or not self._compression.codec.error_feedback:
             return [None for _ in self._copies]

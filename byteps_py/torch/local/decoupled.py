@@ -161,6 +161,9 @@ class DecoupledDiLoCo(DiLoCo):
             self._unsent(fragment, is_taken=True)  # a tensor of the same name would go on with it
         self._owed |= {name: errors for name, errors in self._unsent_before.items() if _has_any(errors)}
         self._begin_anew()
+        for fragment in self._fragments:  # which takes long on slow links, and travels under the next inner steps
+            self._shared[fragment.name].start(fragment.copies)
+            self._shared[fragment.name].begin()
 
     def state_dict(self) -> dict[str, Any]:
         """See DiLoCo.state_dict. With error feedback, it has what this rank's machine has not sent yet."""
