@@ -236,7 +236,7 @@ def elastic_errors(kind: str) -> None:
     if kind == "decoupled":
         options |= {"quorum": 3, "compression": bps.Compression.topk(0.05)}
     made = DecoupledDiLoCo if kind == "decoupled" else DiLoCo
-    optimizer = made(model, inner, averaging(model), **options)
+    optimizer: Any = made(model, inner, averaging(model), **options)
     learned = torch.zeros_like(before)
 
     def step(learns: bool) -> None:
@@ -259,9 +259,11 @@ def elastic_errors(kind: str) -> None:
             while True:
                 time.sleep(0.02)
                 step(learns=False)
-        found = [torch.frombuffer(bytearray(each.data), dtype=torch.float32) for each in
-                 contexts.current().session.coded_states().values() if each.data]  # fmt: skip
-        found += [error for errors in getattr(optimizer, "_owed", {}).values() for error in errors if error is not None]
+        if kind == "decoupled":
+            found = [error for errors in optimizer._owed.values() for error in errors if error is not None]
+        else:
+            states = contexts.current().session.coded_states().values()
+            found = [torch.frombuffer(bytearray(each.data), dtype=torch.float32) for each in states if each.data]
         print(f"owes: {any(bool(error.any()) for error in found)}", flush=True)
         for _ in range(4):
             step(learns=False)
