@@ -23,12 +23,14 @@ def register() -> None:
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-        if os.environ.get("BYTEPS_MAX_RESTARTS", "0") != "0":  # of bpslaunch --max-restarts
-            # By this name, dist has a function.
-            importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers["env"] = _meet
+        # By this name, dist has a function.
+        importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers["env"] = _meet
 
 
 def _meet(url: str, **options: Any) -> Any:
+    """``env://``. Whether it is that of bpslaunch --max-restarts is known now: torch may have been imported before."""
+    if os.environ.get("BYTEPS_MAX_RESTARTS", "0") == "0":
+        return importlib.import_module("torch.distributed.rendezvous")._env_rendezvous_handler(url, **options)
     from byteps_py.torch.collectives import torch_rendezvous
 
     return torch_rendezvous.meet(url, **options)

@@ -5,7 +5,9 @@ Each dimension has a package of its name: tensor, context, pipe. Data parallelis
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,19 +19,26 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.parallel import tensor
 from byteps_py.parallel.compressed_gradients import CompressedAverages, check_compression, compress_gradients
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
 from byteps_py.parallel.hosted import EqualCopies, MeshHosting, hosted_optimizer, whole_module
 from byteps_py.parallel.mesh import Mesh
+from byteps_py.parallel.pipe.buffers import SavedBuffer, saved_buffers
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.group_history import history_of
 from byteps_py.torch.compression import Compression, CompressionArgument, compression_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.restore import restore
+from byteps_py.torch.gradients.hosted.whole_steps import WholeStepTiming
+from byteps_py.torch.run.loader_position import random_states, set_random_states
+from byteps_py.torch.run.run_state import numbers_of, set_number
+from byteps_py.wording import bytes_text
 
 Module = nn.Module | Pipeline
 DataParallelism = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -145,6 +154,9 @@ def parallelize_model(
     if is_hosted:
         how = MeshHosting(options.hosted, options.shadow, options.micro_batches, options.compression)
         own = hosted_optimizer(own, module, mesh, how)
+        history = history_of(contexts.current())
+        if history is not None and isinstance(module, Pipeline) and module.is_torchs:
+            history.refuse(f"{options.schedule} is torch's schedule, whose first step draws other random numbers")
     averages = None
     if is_beside and not is_hosted:
         averages = CompressedAverages(module, copies, options.compression, options.micro_batches)
@@ -204,6 +216,12 @@ class _Parts:
     equal: EqualCopies | None = None
     averages: CompressedAverages | None = None
 
+    def begin_anew(self) -> None:
+        """A rank was started again: what ranks have told each other in steps before is not known to all."""
+        self.mean.begin_anew()
+        if isinstance(self.module, Pipeline):
+            self.module.begin_anew()
+
 
 class ParallelTraining:
     """A model on this rank of a mesh, with its optimizer. ``parallelize_model`` makes it; all ranks call its methods
@@ -226,13 +244,7 @@ class ParallelTraining:
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Train on the batch of this data-parallel rank. Ranks that differ in other dimensions only give the same one.
         Returns the loss over the batches of all ranks, a scalar that is the same on each of them."""
-        loss = self.backward(inputs, targets)
-        self.scaler.unscale_(self.optimizer)
-        if self._options.max_norm is not None:
-            self.norm = self.clip_grad_norm_(self._options.max_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss
+        return TrainingStep(self, inputs, targets).make_whole()
 
     def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The forward and backward passes of ``step``. Gradients replace those that parameters have; with torch.float16
@@ -258,20 +270,9 @@ class ParallelTraining:
             return mean.take(self.optimizer._stepper.multiply)  # gradients are on their way
         return mean.take(functools.partial(multiply_gradients, module.parameters()))
 
-    @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The loss of forward passes only; see ``step``. Call ``module.eval()`` before, as for any module."""
-        module, mean = self.module, self._parts.mean
-        with self._autocast():
-            if isinstance(module, Pipeline) and self._parts.is_summed_by_pipeline:
-                return module.evaluate(inputs, targets, self._parts.loss)
-            mean.begin(targets, self._device)
-            if isinstance(module, Pipeline):
-                module.evaluate(inputs, targets, mean)
-            else:
-                for part, target in self._micro_batches(inputs, targets):
-                    mean(module(part), target)
-        return mean.take(lambda factor: None)
+        return Evaluation(self, inputs, targets).make_whole()
 
     @property
     def local_module(self) -> nn.Module:
@@ -319,6 +320,126 @@ class ParallelTraining:
                 self.scaler.scale(loss).backward()
 
 
+class TrainingCall(abc.ABC):
+    """A RepeatableCall of ``training``, and what belongs to it."""
+
+    #: In a loop that is not a RunState's, too.
+    is_step = False
+
+    def __init__(self, training: ParallelTraining, inputs: Any, targets: Any) -> None:
+        self._training, self._inputs, self._targets = training, inputs, targets
+        self._loss = torch.zeros((), device="cpu")
+
+    def make_whole(self) -> torch.Tensor:
+        """``make``, and after the loss of a rank once more, in a job whose ranks are started again."""
+        optimizer = self._training.optimizer
+        if isinstance(optimizer, HostedOptimizerMixin):
+            stepper = optimizer._stepper
+            if isinstance(stepper.timing, WholeStepTiming) and (self.is_step or stepper.timing.has_loop):
+                return stepper.timing.make_whole(stepper, self)
+        return self.make()
+
+    @abc.abstractmethod
+    def make(self) -> torch.Tensor:
+        """See RepeatableCall."""
+
+    def state(self) -> _CallState:
+        training = self._training
+        return _CallState(
+            random_states(),
+            copy.deepcopy(training.scaler.state_dict()),
+            [numbers_of(group) for group in training.optimizer.param_groups],
+            saved_buffers([training.local_module]),
+            [(one, one.training) for one in training.local_module.modules()],
+            [(one, _version(one)) for one in flatten([self._inputs, self._targets])[0]],
+        )
+
+    def put_back(self, state: _CallState) -> None:
+        training = self._training
+        for one, version in state.batch:
+            if one.requires_grad or _version(one) != version:
+                why = "was changed in place" if _version(one) != version else "requires gradients"
+                raise CommunicationError(
+                    f"all ranks are started again: the batch can't be used again, as a tensor of it, of shape "
+                    f"{list(one.shape)}, {why}"
+                )
+        if lost := next((one for one in state.buffers if one.value is None and one.has_changed), None):
+            raise CommunicationError(
+                f"all ranks are started again: the step under way has changed the buffer {lost.name!r} of a "
+                f"{type(lost.owner).__name__}, and one of {bytes_text(lost.tensor.nbytes)} is too large to be kept"
+            )
+        set_random_states(state.random)
+        if training.scaler.is_enabled():
+            training.scaler.load_state_dict(state.scaler)
+            training.scaler._per_optimizer_states.clear()
+        for group, numbers in zip(training.optimizer.param_groups, state.groups, strict=True):
+            for name, value in numbers.items():
+                set_number(group, name, value)
+        for saved in state.buffers:
+            saved.restore()
+        for module, is_training in state.modes:
+            module.training = is_training
+
+    def begin_anew(self) -> None:
+        self._training._parts.begin_anew()
+
+    def finish(self) -> torch.Tensor:
+        self._training.scaler.update()
+        return self._loss
+
+
+class TrainingStep(TrainingCall):
+    """Passes and step."""
+
+    is_step = True
+
+    def make(self) -> torch.Tensor:
+        training = self._training
+        self._loss = training.backward(self._inputs, self._targets)
+        training.scaler.unscale_(training.optimizer)
+        if (max_norm := training._options.max_norm) is not None:
+            training.norm = training.clip_grad_norm_(max_norm)
+        training.scaler.step(training.optimizer)
+        return self.finish()
+
+
+class Evaluation(TrainingCall):
+    """Forward passes."""
+
+    @torch.no_grad()
+    def make(self) -> torch.Tensor:
+        training = self._training
+        module, mean = training.module, training._parts.mean
+        with training._autocast():
+            if isinstance(module, Pipeline) and training._parts.is_summed_by_pipeline:
+                return module.evaluate(self._inputs, self._targets, training._parts.loss)
+            mean.begin(self._targets, training._device)
+            if isinstance(module, Pipeline):
+                module.evaluate(self._inputs, self._targets, mean)
+            else:
+                for part, target in training._micro_batches(self._inputs, self._targets):
+                    mean(module(part), target)
+        return mean.take(lambda factor: None)
+
+
+@dataclass(frozen=True)
+class _CallState:
+    """``scaler``: its state_dict. ``groups``: the numbers of the optimizer's param_groups. ``modes``: which modules are
+    in training mode. ``batch``: its tensors, and how often each was changed."""
+
+    random: dict[str, Any]
+    scaler: dict[str, Any]
+    groups: list[dict[str, Any]]
+    buffers: list[SavedBuffer]
+    modes: list[tuple[nn.Module, bool]]
+    batch: list[tuple[torch.Tensor, int]]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """The number of changes in place; they are not counted for a tensor that was made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _MeanLoss:
     """Makes a mean over the micro-batches of all copies of the model of a loss that is known for one micro-batch.
 
@@ -333,15 +454,22 @@ class _MeanLoss:
         self._groups = [self._copies, *([mesh.group("pp")] if mesh.pp > 1 else [])]
         self._weight = 0.0  # of a micro-batch's sum in its backward pass: copies / expected
         self._expected = 0.0
+        self._is_agreed = False  # that all copies have this number
         self._sums = torch.zeros(2, device="cpu")  # of the losses, and of their weights
+
+    def begin_anew(self) -> None:
+        """A copy was started again, and does not know what the others have agreed on."""
+        self._is_agreed = False
 
     def begin(self, targets: Any, device: torch.device) -> None:
         """Before the passes of a batch. All ranks call it."""
-        if not self._expected:
-            elements = sum(one.numel() for one in flatten(targets)[0])
-            expected = torch.tensor(float(max(elements, 1)), dtype=torch.float64, device=device)
-            dist.all_reduce(expected, group=self._copies)
-            self._expected = float(expected)
+        if not self._is_agreed:
+            elements = max(sum(one.numel() for one in flatten(targets)[0]), 1)
+            told = torch.tensor([elements, self._expected, self._expected > 0], dtype=torch.float64, device=device)
+            dist.all_reduce(told, group=self._copies)
+            found, known, holders = told.tolist()
+            # Copies that were not started again know the number of the first batch.
+            self._expected, self._is_agreed = known / holders if holders else found, True
             self._weight = dist.get_world_size(self._copies) / self._expected
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 

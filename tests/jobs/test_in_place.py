@@ -22,7 +22,6 @@ from support.shadowed_cluster import ShadowedCluster
 PROGRAM = ROOT / "tests" / "programs" / "in_place.py"
 STEPS = 12
 LAYOUT = "-np 2 --machines 2 --servers 1"
-STEP = re.compile(r"rank (\d+): step (\d+): (\w+)")
 pytestmark = pytest.mark.timeout(300)  # seconds
 
 
@@ -207,24 +206,6 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(lost: int, tmp_path
         assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)
         found = sorted(line for job in jobs for line in job.said if " ends: " in line)
         assert tuple(line.partition("rank ")[2] for line in found) == undisturbed()
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param("2x1x1x2:sharded", marks=LONG), pytest.param("1x1x2x2:machine", marks=SLOW)]
-)
-def test_a_mesh_is_started_again_as_a_whole(layout: str, tmp_path: Path) -> None:
-    """Its groups of torch.distributed end with a rank. It goes on from the last step that all parts have made."""
-    program, found = PROGRAM.with_name("shadowed_mesh.py"), []
-    for restarts in ("", "--max-restarts 5"):
-        options = f"{restarts} --tag-output {LAYOUT}"
-        with launch(options, layout, "14", *(["0.3"] if restarts else []), program=program, limit_s=250) as job:
-            if restarts:
-                job.until("rank 0: step 6:")
-                os.kill(job.pids_of(str(program), BYTEPS_MACHINE_ID="m1")[0], signal.SIGKILL)
-            assert job.end() == 0, job.text
-            assert "PeerLostError" not in job.text
-            found.append({(rank, step): bits for rank, step, bits in STEP.findall(job.text)})
-    assert found[0] == found[1]
 
 
 @pytest.mark.long

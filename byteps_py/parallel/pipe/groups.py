@@ -240,6 +240,11 @@ class ReplicatedParameters:
         self._under_way.clear()
         self.is_due = True
 
+    def begin_anew(self) -> None:
+        """Sums under way are lost."""
+        self._under_way.clear()
+        self.is_due = True
+
     def broadcast(self, source: int) -> None:
         """Give all ranks the values of rank ``source``."""
         for parameter in self.parameters:

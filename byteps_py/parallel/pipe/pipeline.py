@@ -113,7 +113,7 @@ class Pipeline:
         self._device = layout.device_of(list(self.stages.values()))
         self._groups = PipelineGroups.new(layout, plan.program, list(plan.tied_by_workers()))
         self._workers, self._all = self._groups.workers, self._groups.everyone
-        self._runner = self._new_runner(own)
+        self._runner = self._new_runner()
         self._buffers = PipelineBuffers()
         for module in self.stages.values():
             self._buffers.add(module)
@@ -273,6 +273,11 @@ class Pipeline:
         return self._plan.program
 
     @property
+    def is_torchs(self) -> bool:
+        """torch carries out the schedule."""
+        return self._torch is not None
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """All workers of all data-parallel copies."""
         return self._all
@@ -416,9 +421,16 @@ class Pipeline:
 
     # ---- setting up ----------------------------------------------------------------------------------------
 
-    def _new_runner(self, own: Sequence[tuple[int, int]]) -> ProgramRunner:
+    def begin_anew(self) -> None:
+        """After the loss of a rank: workers have sent each other nothing yet. All ranks call it, or make a pipeline."""
+        self._runner = self._new_runner()
+        self._computed = ComputedInputs()
+        for replicas in [*self._replicas.values(), *self._tied]:
+            replicas.begin_anew()
+
+    def _new_runner(self) -> ProgramRunner:
         stages = {}
-        for pipe, stage in own:
+        for pipe, stage in self.program.stages_of(self._layout.worker):
             outgoing = [one.name for one in self._connections if one.source == stage and one.name != MAIN]
             stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, self._plan.recompute, stage == 0)
         channels = new_channels(self.program, self._connections, self._layout, self._workers, self._device)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import PeerLostError, UsageError
 from byteps_py.parallel.pipe.groups import PipelineLayout
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.skips import MAIN, Connection
@@ -180,6 +180,8 @@ class ProgramRunner:
             return None
         try:
             return compute()
+        except PeerLostError:  # of a rank by which the stage computes: no worker can end the step
+            raise
         except Exception as error:
             data.fail(error)
             return None

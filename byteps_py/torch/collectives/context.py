@@ -512,11 +512,12 @@ class Context:
 
     # ---- tensors ---------------------------------------------------------------------------------------
 
-    def slot_views(self, requests: Sequence[TensorRequest]) -> list[PieceView]:
+    def slot_views(self, requests: Sequence[TensorRequest], answers_newcomers: bool = False) -> list[PieceView]:
         """The view of each request's slot. Requests that are not declared yet are declared in one call. Raises the
-        errors of Session.declare."""
+        errors of Session.declare. ``answers_newcomers``: other ranks answer also one that is catching up."""
         session = self.session
-        self.check_caught_up()
+        if not answers_newcomers:
+            self.check_caught_up()
         with self.lock:
             missing = [request for request in requests if not self._fits(request)]
             for request in missing:

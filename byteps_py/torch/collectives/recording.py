@@ -184,8 +184,8 @@ _DESCRIBE: dict[str, Describe] = {
     "recv": _message("recv", is_sender=False),
     "recv_anysource": _message("recv", is_sender=False, from_any=True),
 }
-#: Names from torch 2.13 on.
-_ALIASES = {
+#: By a name from torch 2.13 on: the one before.
+LATER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -234,8 +234,8 @@ class GroupRecorder:
 def recorded(cls: C) -> C:
     """A class decorator: calls of the collectives of torch.distributed.ProcessGroup are recorded, and have their names
     from torch 2.13 on, too. Objects have ``group_recorder``: a GroupRecorder, or None."""
-    for name in (*_DESCRIBE, *_ALIASES):
-        setattr(cls, name, _recorded(getattr(cls, _ALIASES.get(name, name)), _DESCRIBE[_ALIASES.get(name, name)]))
+    for name in (*_DESCRIBE, *LATER_NAMES):
+        setattr(cls, name, _recorded(getattr(cls, LATER_NAMES.get(name, name)), _DESCRIBE[LATER_NAMES.get(name, name)]))
     return cls
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,10 +33,13 @@ from byteps_py.system.machine import bindable_host, machine_id
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.group_history import begin_history
 from byteps_py.torch.collectives.slot_view import TensorRequest
 
 if TYPE_CHECKING or dist.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+    from byteps_py.torch.collectives.meeting_store import MeetingStore
 
 #: The store of this process's world. Rank 0 serves it to the others, so it stays until the process ends.
 _stores: dict[launchers.TorchWorld, Store] = {}
@@ -141,6 +145,10 @@ def _first_line(error: Exception) -> str:
 HOLDER = "torch.distributed"
 _PLACE_BYTES = 320  # a host name has at most 253
 _meetings = 0  # of this process
+#: The store of the latest meeting. torch's own stores, which stand on it, do not keep what is Python.
+_latest: MeetingStore | None = None
+#: The time of one attempt to reach rank 0.
+_CONNECT_SLICE = timedelta(seconds=5)
 
 
 def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[tuple[Store, int, int]]:
@@ -152,25 +160,45 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> I
 
 
 def _meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    global _meetings
+    global _meetings, _latest
     _meetings += 1
     context = contexts.current()
     context.open(holder=HOLDER)
-    session = context.session
-    name = f"torch.distributed.rendezvous.{_meetings}"
+    session, number = context.session, _meetings
     try:
-        if session.rank == 0:
-            host = bindable_host(context.settings)
-            store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-            _say(context, name, f"{host} {store.port}")
-        else:
-            host, port = _say(context, name, "").split()
-            store = TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+        store = _latest = MeetingStore(_new_store(context, number, timeout))
     except BaseException:
         context.release(HOLDER)
         raise
+    history = begin_history(context, lambda: store.move(_new_store(context, number, timeout)))
+    if number > 1:
+        history.refuse("init_process_group() was called more than once")
+    if os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":
+        history.refuse("TORCH_DIST_INIT_BARRIER=1 has ranks wait for each other in torch's store")
     yield store, session.rank, session.size
     raise RuntimeError("ranks of a job meet once for each init_process_group")
+
+
+def _new_store(context: Context, meeting: int, timeout: timedelta) -> TCPStore:
+    """The store that rank 0 serves to the others. All ranks call it."""
+    name = f"torch.distributed.rendezvous.{meeting}"
+    if context.session.rank == 0:
+        host = bindable_host(context.settings)
+        store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        _say(context, name, f"{host} {store.port}")
+        return store
+    host, port = _say(context, name, "").split()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store = TCPStore(host, int(port), None, False, _CONNECT_SLICE, wait_for_workers=False)
+        except (RuntimeError, OSError):
+            context.session.check_open()  # rank 0 may be lost
+            if time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 def _say(context: Context, name: str, place: str) -> str:
@@ -178,7 +206,8 @@ def _say(context: Context, name: str, place: str) -> str:
     own = torch.zeros(_PLACE_BYTES, dtype=torch.uint8, device="cpu")
     own[: len(place)] = torch.tensor(list(place.encode()), dtype=torch.uint8, device="cpu")
     spec = TensorSpec(name, DType.UINT8, (_PLACE_BYTES,), Op.MAX)
-    (view,) = context.slot_views([TensorRequest(spec, torch.uint8, ((_PLACE_BYTES,),), own.device)])
+    request = TensorRequest(spec, torch.uint8, ((_PLACE_BYTES,),), own.device)
+    (view,) = context.slot_views([request], answers_newcomers=True)
     view.contribute([own])
     view.wait()
     return bytes(view.results[0].tolist()).rstrip(b"\0").decode()

@@ -19,7 +19,6 @@ thread at a time calls it: nothing is locked there.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.config.settings import Settings
-from byteps_py.errors import BytePSError, CommunicationError, StallError, UnsupportedError, UsageError
+from byteps_py.errors import CommunicationError, StallError, UnsupportedError, UsageError
 from byteps_py.session.peers import PeerTransport, Stream, StreamReceipt
 from byteps_py.session.solo import SoloSession
 from byteps_py.system.shm import Segment
@@ -40,9 +39,10 @@ from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, torch_rendezvous
 from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.group_history import end_history, history_of
 from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members, prefix_of
-from byteps_py.torch.collectives.recording import recorded
+from byteps_py.torch.collectives.recording import LATER_NAMES, recorded
 from byteps_py.torch.collectives.torch_rendezvous import HOLDER
 from byteps_py.torch.collectives.work import not_traced, timeout_s_of
 from byteps_py.torch.process_group import ProcessGroupOptions
@@ -137,6 +137,9 @@ _COLLECTIVES = [
 ]
 
 
+#: What members of a group do together. See group_history.py.
+CALLED_TOGETHER = (*_COLLECTIVES, *LATER_NAMES, "shutdown")
+
 _worlds = 0  # default groups that this process has created
 #: Monitored barriers so far, by the prefix of the group.
 _barriers: dict[str, int] = {}
@@ -166,6 +169,12 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
 
     _set_default_timeout = set_timeout
 
+    def begin_anew(self) -> None:
+        """See GroupBase."""
+        with _barriers_lock:
+            _barriers.pop(self._members.prefix, None)
+        super().begin_anew()
+
     def get_group_store(self) -> Store:
         """torch's store of this group."""
         return self._store
@@ -178,11 +187,7 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         """Refuse new operations. The default group also leaves the job, unless byteps_py.init() has joined it."""
         if self._group_context.aborted is None:
             self._group_context.aborted = UsageError(f"process group {self.group_name!r} was destroyed")
-            if self._large_sums is not None:
-                with contextlib.suppress(BytePSError):  # the session may have ended
-                    self._large_sums.close()
-            if self._local_groups is not None:
-                self._local_groups.close()
+            self._end()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
@@ -209,6 +214,8 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         group._is_split = True
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split:{number}")
+        if (history := history_of(members.context)) is not None:
+            history.made(group, CALLED_TOGETHER)
         return group
 
     # ---- memory of the machine --------------------------------------------------------------------------
@@ -221,6 +228,8 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
     def share_memory(self, nbytes: int) -> MachineMemory:
         """Memory that the members on this machine share. They call it together, as they call a collective; members on
         other machines need not. Raises OSError, StallError and the error that ends the group or the session."""
+        if (history := history_of(self._members.context)) is not None:
+            history.refuse("ranks of a machine share memory (share_memory() of a group)")
         return MachineMemory(self._members, self._group_context, next(self._memories), nbytes)
 
 
@@ -246,7 +255,10 @@ def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
     members = Members(context, session, ranks, opts.group_rank, prefix_of(_worlds, opts.group_id, ranks))
     leave = (lambda: _leave(context)) if is_world else None
     options = pg_options if isinstance(pg_options, Backend.Options) else ProcessGroupOptions(timeout)
-    return BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
+    group = BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
+    if (history := history_of(context)) is not None:
+        history.made(group, CALLED_TOGETHER)
+    return group
 
 
 def count_worlds(at_least: int = 0) -> int:
@@ -258,6 +270,7 @@ def count_worlds(at_least: int = 0) -> int:
 
 
 def _leave(context: Context) -> None:
+    end_history(context)
     context.release(HOLDER)
     POOL.close()
 

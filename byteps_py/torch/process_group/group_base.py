@@ -7,6 +7,7 @@ A group is its own backend: torch looks for a backend for each device type and a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
-from byteps_py.errors import NonFiniteInputError, UsageError
+from byteps_py.errors import BytePSError, NonFiniteInputError, UsageError
 from byteps_py.tensors import NonFinite, Op
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.all_reduce import shared_memory
@@ -259,12 +260,20 @@ class GroupBase(GroupMetadata):
         leave: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(members.position, members.count, options)
-        self._members = members
-        self._store = store
         self._leave = leave
+        self._store = store
+        self._building = threading.Lock()
+        self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)
+        self._splits = itertools.count()
+        self._memories = itertools.count()
+        self._begin(members, timeout_s)
+
+    def _begin(self, members: Members, timeout_s: float) -> None:
+        """Connect to the other members, in the session of ``members``."""
+        self._members = members
         check_interval_s = _CHECK_INTERVAL * members.context.settings.patience_s
         # Calls before the collectives have their own log: a member that still connects has not called the first one.
-        log = CallLog(connecting(members), store)
+        log = CallLog(connecting(members), self._store)
         self._group_context = GroupContext(members.session, timeout_s, log, check_interval_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
@@ -277,18 +286,31 @@ class GroupBase(GroupMetadata):
             self._streams = PeerStreams(members, peers, self._group_context, self._completer, machines)
             self._large_sums = LargeSumQueue(members, self._streams)
             members.context.until_join.update((self._streams, self._large_sums))
-        self._new_local_groups = _local_groups(members, self._group_context, store)
+        self._new_local_groups = _local_groups(members, self._group_context, self._store)
         self._local_groups: LocalGroupAllReduce | None = None
         flight = members.session.flight if members.count > 1 else None
         self.group_recorder = GroupRecorder(flight, members) if flight is not None else None
         self._coalesced: list[Work] | None = None
-        self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)
-        self._splits = itertools.count()
-        self._memories = itertools.count()
-        self._building = threading.Lock()
         self._joins = -1
         self._latest_collectives: GroupCollectives | None = None
         self._collectives  # noqa: B018  made now, with the group
+
+    def _end(self) -> None:
+        """Operations are over, or will never be."""
+        if self._large_sums is not None:
+            with contextlib.suppress(BytePSError):  # the session may have ended
+                self._large_sums.close()
+        if self._local_groups is not None:
+            self._local_groups.close()
+
+    def begin_anew(self) -> None:
+        """Be a group of the context's present session: its earlier one has ended with the loss of a rank. All members
+        call it, and those whose processes are new make the group. Raises the errors of its creation."""
+        members, timeout_s = self._members, self._group_context.timeout_s
+        self._end()
+        if members.count > 1:
+            members = dataclasses.replace(members, session=members.context.session)
+        self._begin(members, timeout_s)
 
     @property
     def _collectives(self) -> GroupCollectives:

@@ -281,7 +281,7 @@ class RunState(LoopRecords):
             "batch": 0 if self._is_over else self.batch,
             "iteration": self.iteration,
             "random": random_states(),
-            "groups": [[_numbers(group) for group in optimizer.param_groups] for optimizer in self._optimizers],
+            "groups": [[numbers_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers],
             "loader_kind": None if self._position is None else self._position.kind,
             "loader": self._position.state(is_begun) if self._position is not None and was_used else None,
             "extra": {name: _state_of(each) for name, each in self.extra.items()},
@@ -330,7 +330,7 @@ class RunState(LoopRecords):
             _mark_stepped(optimizer)
             for group, numbers in zip(optimizer.param_groups, groups, strict=True):
                 for name, value in numbers.items():
-                    _set_number(group, name, value)
+                    set_number(group, name, value)
         for kind, objects in self._stateful.items():
             for each, state in zip(objects, attached[kind], strict=True):
                 each.load_state_dict(state)
@@ -426,7 +426,8 @@ def _for_new_rank(common: dict[str, Any]) -> dict[str, Any]:
     return {**common, "random": None}
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of all in a param_group but its parameters."""
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
@@ -440,7 +441,8 @@ def _mark_stepped(optimizer: torch.optim.Optimizer) -> None:
         each._opt_called = True  # type: ignore[union-attr]
 
 
-def _set_number(group: dict[str, Any], name: str, value: Any) -> None:
+def set_number(group: dict[str, Any], name: str, value: Any) -> None:
+    """Put it into a param_group, in the memory of the one before if that is a tensor."""
     there = group.get(name)
     if isinstance(there, torch.Tensor):  # graphs and compiled steps have its memory
         there.copy_(value)

@@ -80,7 +80,7 @@ class InPlaceTiming(StepTiming):
             if shadow.calls < calls:
                 self._timing.step(stepper, call)
                 if shadow.loop is None or shadow.step == steps:
-                    self._wait_until_held(has_stepped=shadow.step > steps)
+                    wait_until_held(shadow, has_stepped=shadow.step > steps)
             else:  # it was made, or skipped, before the loss
                 stepper.end()
 
@@ -149,7 +149,7 @@ class InPlaceTiming(StepTiming):
         def make() -> None:
             if shadow.owes_record:
                 send()
-                self._wait_until_held(has_stepped=True)
+                wait_until_held(shadow, has_stepped=True)
 
         def again() -> None:
             if shadow.calls == kept.calls:
@@ -188,18 +188,6 @@ class InPlaceTiming(StepTiming):
                     reached = shadow.step, shadow.calls
                 lost = error
 
-    def _wait_until_held(self, has_stepped: bool) -> None:
-        """After a step: return once other machines hold it for all ranks. After one that was skipped: once all ranks
-        know. All ranks call it."""
-        context, shadow = contexts.current(), self._shadow
-        if not shadow.run:
-            return  # there are no other machines for now
-        if has_stepped:
-            context.session.state_host.wait_until_held(shadow.step)
-        shadow.agree(largest(context, f"{shadow.name}.held", shadow.own_record))
-        if has_stepped:
-            context.session.note_synced()
-
     def _go_back(
         self, context: Context, stepper: HostedStepper, lost: PeerLostError, reached: tuple[int, int], calls: int
     ) -> None:
@@ -213,19 +201,46 @@ class InPlaceTiming(StepTiming):
         _log.warning("a step waits for the ranks and services that are started again: %s", lost)
         context.rejoin(lost)
         stepper.drop_sums()
-        with held_step(shadow) as held:
-            if held is None:
-                raise none_held()
-            raise_together(None, f"{shadow.name}.attached")  # see restore()
-            take_states(stepper, shadow, held, with_numbers=False)
+        with held_states(stepper, shadow):
             if shadow.step < step - (calls_now > calls):
-                raise CommunicationError(
-                    f"other machines hold step {shadow.step}, and this rank has made {step}: it can't go on from there"
-                )
+                raise too_far(shadow, step)
             if step >= shadow.step:  # calls after it made no step, but for the one that is not held
                 shadow.calls = calls_now if step == shadow.step else calls
             agree_on_calls(shadow)
         context.session.note_synced()
+
+
+def wait_until_held(shadow: ShadowedSteps, has_stepped: bool) -> None:
+    """After a step: return once other machines hold it for all ranks. After one that was skipped: once all ranks
+    know. All ranks call it."""
+    context = contexts.current()
+    if not shadow.run:
+        return  # there are no other machines for now
+    if has_stepped:
+        context.session.state_host.wait_until_held(shadow.step)
+    shadow.agree(largest(context, f"{shadow.name}.held", shadow.own_record))
+    if has_stepped:
+        context.session.note_synced()
+
+
+@contextlib.contextmanager
+def held_states(stepper: HostedStepper, shadow: ShadowedSteps) -> Iterator[None]:
+    """Take over the step that other machines hold, in a group that a rank was started again for. All ranks call it, or
+    restore(), and what ranks do together in it. Raises CommunicationError."""
+    with held_step(shadow) as held:
+        if held is None:
+            raise none_held()
+        raise_together(None, f"{shadow.name}.attached")  # see restore()
+        take_states(stepper, shadow, held, with_numbers=False)
+        yield
+
+
+def too_far(shadow: ShadowedSteps, made: int) -> CommunicationError:
+    """The error of a rank that has ``made`` a step which is later than the one that other machines hold, and that it
+    has not kept."""
+    return CommunicationError(
+        f"other machines hold step {shadow.step}, and this rank has made {made}: it can't go on from there"
+    )
 
 
 class _KeptStep:

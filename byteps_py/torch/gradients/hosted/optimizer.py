@@ -20,6 +20,7 @@ from byteps_py.tensor_codec import CHANGES, Codec
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.group_history import history_of
 from byteps_py.torch.collectives.parameter_owners import find_part
 from byteps_py.torch.compression import Compression, CompressionChoice, compression_of
 from byteps_py.torch.gradients.backward_passes import ReducedPasses
@@ -35,6 +36,7 @@ from byteps_py.torch.gradients.hosted.states_mode import AllHere, ModeChoice, St
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import SumSteps
 from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
+from byteps_py.torch.gradients.hosted.whole_steps import WholeStepTiming
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
 from byteps_py.torch.operations.handles import kind_in_group
@@ -356,9 +358,8 @@ def host(
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:
         timing = InBackwardTiming(context, reducer, BackwardSteps(context, delivery, states, upcoming))
-    # The groups of torch.distributed end with the job that they belong to: all ranks are started again.
-    if context.settings.max_restarts and shadow is not None and not dist.is_initialized():
-        timing = InPlaceTiming(timing, reducer, shadow)
+    if context.settings.max_restarts and shadow is not None:
+        timing = _in_place(context, timing, reducer, shadow, hosting)
     wrapped.hook()
     own: dict[Any, Mapping[str, Any]] = optimizer.state
     if taken := {param: copy.deepcopy(dict(state)) for param, state in own.items() if state}:
@@ -366,6 +367,24 @@ def host(
     own.clear()
     steps = SumSteps(context, delivery, states, hosting.whole)
     return HostedOptimizerMixin.wrap(optimizer, HostedStepper(wrapped, reducer, steps, upcoming, timing))
+
+
+def _in_place(
+    context: Context, timing: StepTiming, reducer: GradientReducer, shadow: ShadowedSteps, hosting: HostedOptions
+) -> StepTiming:
+    """The timing of steps that outlast the loss of ranks. Otherwise all ranks are started again."""
+    if not dist.is_initialized():
+        return InPlaceTiming(timing, reducer, shadow)
+    history = history_of(context)
+    if history is not None and not isinstance(hosting.whole, AllHere):
+        return WholeStepTiming(reducer, shadow, history)
+    why = "init_process_group() has another init_method than env://"
+    if history is not None:
+        why = "of jobs with groups of torch.distributed, only those of parallelize_model() go on in place"
+        history.refuse(why)
+    if context.session.rank == 0:
+        logger.warning("after the loss of a rank all ranks are started again (--max-restarts): %s", why)
+    return timing
 
 
 def host_copies(

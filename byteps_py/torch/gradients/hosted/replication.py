@@ -70,6 +70,7 @@ class ShadowedSteps:
         open_reader: reads what servers hold.
         send_with: sends the record of a step in a loop with the function that it is given, and returns once other
             machines hold the step. None: the function sends, and nobody waits.
+        is_repeating: a step of a body that is over is made again, and has the record that it had.
     """
 
     open_reader: Callable[[Context], ShadowReader] = staticmethod(
@@ -91,6 +92,7 @@ class ShadowedSteps:
         self._packed = b""
         self._made: MadeStep | None = None
         self.send_with: Callable[[Callable[[], None]], None] | None = None
+        self.is_repeating = False
 
     def start(self, context: Context) -> None:
         """All ranks call it, before their states are made: they agree on the number of this run."""
@@ -200,7 +202,7 @@ class ShadowedSteps:
         pickled, or is too much, or if the loop does not expect a step."""
         if self.loop is None:
             self._pack_attached()
-        else:
+        elif not self.is_repeating:
             self.loop.check_step(self._made is not None)
 
     def _pack_attached(self) -> None:

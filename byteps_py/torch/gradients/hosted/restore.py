@@ -27,6 +27,7 @@ from byteps_py.shadow.record import Attachment
 from byteps_py.system.log import logger
 from byteps_py.system.terminal import ProgressBar
 from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.group_history import history_of
 from byteps_py.torch.gradients.hosted.held_step import (
     StepToRestore,
     agree_on_calls,
@@ -83,6 +84,8 @@ def restore(
         raise UsageError("restore() comes before the optimizer's first step")
     _check_parameters(model, stepper)
     context = contexts.current()
+    if (history := history_of(context)) is not None:
+        history.restored()
     shadow.model, shadow.buffers = model, ModelBuffers(model)
     shadow.check_size()
     was_catching_up, context.is_catching_up = context.is_catching_up, False
