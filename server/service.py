@@ -22,8 +22,9 @@ import dataclasses
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -90,6 +91,8 @@ from byteps_py.wire.data_link import (
     unpack_order,
 )
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
+
+T = TypeVar("T")
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
@@ -355,7 +358,7 @@ class SummationService:
                         self._tell(index, dataclasses.replace(header, kind=Kind.WANT))
                 case Answer(contributions):
                     message, digest = (result.message(), result.digest) if result is not None else (None, b"")
-                    for arrival in contributions:
+                    for arrival in in_turn(contributions, contributions[0].header.index if contributions else 0):
                         # A local machine has the result in its memory, and a broadcast's root always had it.
                         header = arrival.header
                         is_needed = arrival.answer is None and header.wants_result
@@ -615,6 +618,17 @@ class SummationService:
         self._has_ended = True
         self._status, self._reason = status, reason
         self._loop.stop()
+
+
+def in_turn(arrivals: Sequence[T], index: int) -> list[T]:
+    """The contributions to partition ``index`` in the order in which they are answered: of each partition from another
+    machine on. If all servers answered machine 0 first, its link would have to take an answer of each at once.
+
+    >>> [in_turn("abc", index) for index in range(4)]
+    [['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'], ['a', 'b', 'c']]
+    """
+    first = index % len(arrivals) if arrivals else 0
+    return [*arrivals[first:], *arrivals[:first]]
 
 
 def _host_of(endpoint: str) -> str:

@@ -44,7 +44,7 @@ from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
-from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.topology import Topology, turn_starts
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.peers import PeerMachines
@@ -180,7 +180,7 @@ class Group:
         self.queue.credit_bytes = usual if configured is None else configured
         answer_s = tuning.answer_s(self.queue.credit_bytes, topology.slowest_mbit, is_shared)
         self.queue.patience_s = max(credit.PATIENCE_S, answer_s)
-        self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
+        self.queue.set_weights(topology.weights, turn_starts(topology, self.queue.credit_bytes))
         self._fetches.credit_bytes = self.queue.credit_bytes
         self._fetches.patience_s = max(pieces.PATIENCE_S, answer_s)
 
@@ -234,7 +234,7 @@ class Group:
         topology.check()
         self._placing.change(topology)
         self.network.change(topology)
-        self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
+        self.queue.set_weights(topology.weights, turn_starts(topology, self.queue.credit_bytes))
         moved = self.executor.move(self._placing.server_of)
         self.requests.hosting.shadows.change(topology)
         self._services.send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))

@@ -45,9 +45,11 @@ def status_of(job: Job, *options: str) -> str:
     ],
 )
 def test_one_page_has_all_of_a_job_and_each_process_has_its_own(way: str, tmp_path: Path) -> None:
-    port = free_ports(3 * 4)
     options = "--machines 2 --servers 1 -np 1"
-    with launch(options, way, str(tmp_path / "stop"), program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job:
+    with (
+        free_ports(3 * 4) as port,
+        launch(options, way, str(tmp_path / "stop"), program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job,
+    ):
         job.until("job at")
         found = until(port, lambda page: len(steps(page)) == 2 and min(steps(page).values()) >= 3)
         assert {rank for (_, role, _, rank) in found if role == "rank"} == {"0", "1"}
@@ -75,9 +77,11 @@ def test_one_page_has_all_of_a_job_and_each_process_has_its_own(way: str, tmp_pa
 
 @pytest.mark.slow
 def test_a_server_that_is_lost_is_down_and_its_figures_go() -> None:
-    port = free_ports(3 * 4)
     options = "--machines 2 --servers 1 -np 1"
-    with launch(options, "plain", program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job:
+    with (
+        free_ports(3 * 4) as port,
+        launch(options, "plain", program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job,
+    ):
         job.until("job at")
         before = until(port, lambda page: len(steps(page)) == 2)
         (machine,) = {machine for (_, _, machine, _) in before if machine.startswith("cpu-")}
@@ -93,9 +97,11 @@ def test_a_server_that_is_lost_is_down_and_its_figures_go() -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_started_again_goes_on_from_its_step(tmp_path: Path) -> None:
     """In place: the other ranks wait for it. Its page comes back at the same port."""
-    port = free_ports(3 * 4)
     options = "--machines 2 --servers 1 -np 1 --max-restarts 2"
-    with launch(options, "shadow", str(tmp_path / "stop"), program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job:
+    with (
+        free_ports(3 * 4) as port,
+        launch(options, "shadow", str(tmp_path / "stop"), program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job,
+    ):
         job.until("job at")
         before = until(port, lambda page: value(page, "shadow_step") > 3 and len(steps(page)) == 2)
         rank = re.match(r"process (\d+) has it", process_at("127.0.0.1", port + 7))  # not the one that stands by for it
@@ -112,8 +118,8 @@ def test_a_rank_that_is_started_again_goes_on_from_its_step(tmp_path: Path) -> N
 
 def test_a_port_in_use_is_a_warning_and_the_job_trains() -> None:
     """Rank 0 has no page; the communication service has its figures."""
-    port = free_ports(5)
     with (
+        free_ports(5) as port,
         socket.create_server(("127.0.0.1", port + 3)),
         launch("-np 2", "plain", program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job,
     ):

@@ -21,9 +21,9 @@ LIMITS = ("--cores", "1", "--memory", "2G", "--mbit", "2000", "--owner-cores", "
 def test_two_jobs_in_one_pool() -> None:
     address = f"127.0.0.1:{free_port()}"
     bps = (sys.executable, "-m", "byteps_py.cli")
-    first = free_ports(16)
-    ports = (first, first + 8)  # of two machines with a rank each
     with contextlib.ExitStack() as stack:
+        first = stack.enter_context(free_ports(16))
+        ports = (first, first + 8)  # of two machines with a rank each
         stack.enter_context(command(*bps, "pool", "--listen", address, **SECRET))
         options = f"-np 1 --machines 2 --pool {address}"
         jobs = [

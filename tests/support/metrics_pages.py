@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
 LIMIT_S = 60.0
 Page = Mapping[tuple[str, str, str, str], float]  # by name, role, machine and rank
+_PORTS_OF_A_JOB = 16
 
 
-def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody uses."""
-    for first in range(20000 + os.getpid() % 5000, 32000, count):
-        try:
-            for port in range(first, first + count):
-                with socket.create_server(("127.0.0.1", port)):
-                    pass
-        except OSError:
-            continue
-        return first
+@contextlib.contextmanager
+def free_ports(count: int) -> Iterator[int]:
+    """The first of ``count`` ports in a row that nobody uses, and that no other test will use until the block ends.
+
+    An abstract Unix socket with the name of the first port is the reservation: a job opens its ports long after they
+    were tried here, and the job of a test beside this one must not take them meanwhile. The launcher chooses its own
+    ports above these, see `byteps_py.launch.process_plan.free_port`.
+    """
+    assert count <= _PORTS_OF_A_JOB
+    for first in range(10000, 16000, _PORTS_OF_A_JOB):
+        with socket.socket(socket.AF_UNIX) as reservation:
+            try:
+                reservation.bind(f"\0byteps-test-ports-{first}")
+                for port in range(first, first + count):
+                    with socket.create_server(("127.0.0.1", port)):
+                        pass
+            except OSError:
+                continue
+            yield first
+            return
     raise AssertionError("no ports are free")
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.topology import Topology, turn_starts
 
 MBIT = 400.0
 USUAL = 2 << 20  # in flight, with 4 machines and such links
 
 
-def topology(cpu: int, gpu: int) -> Topology:
+class Part(NamedTuple):
+    server: int
+    length: int
+    index: int
+
+
+def topology(cpu: int, gpu: int, machine: int = 0) -> Topology:
     """CPU machines' servers have the ids 1, 2, …, GPU machines' 11, 12, …"""
     servers = [pb.Member(member_id=1 + i, weight=6, kind=pb.MACHINE_KIND_CPU, link_mbit=MBIT) for i in range(cpu)]
     servers += [pb.Member(member_id=11 + i, weight=2, kind=pb.MACHINE_KIND_GPU, link_mbit=MBIT) for i in range(gpu)]
     workers = tuple(pb.Member(link_mbit=MBIT) for _ in range(4))
-    return Topology(1, 0, workers, tuple(servers), 4096, 1)
+    return Topology(1, machine, workers, tuple(servers), 4096, 1)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +52,27 @@ def test_more_in_flight_than_the_links_need_gives_no_larger_head_start(credit_by
 
 def test_weights_are_those_of_all_servers() -> None:
     assert topology(1, 2).weights == {1: 6, 11: 2, 12: 2}
+
+
+def test_at_every_moment_machines_push_to_different_servers() -> None:
+    """Each of four GPU machines has two partitions for each of their servers."""
+    orders = []
+    for machine in range(4):
+        found = topology(0, 4, machine)
+        queue: PushQueue[Part] = PushQueue()
+        queue.set_weights(found.weights, turn_starts(found, USUAL))
+        for index in range(8):
+            queue.add(Part(11 + index % 4, 4096, index), priority=-index)
+        orders.append([part.server for _ in range(8) if (part := queue.take(0.0)) is not None])
+    assert orders[0] == [12, 13, 14, 11, 12, 13, 14, 11]
+    assert [set(at_a_time) for at_a_time in zip(*orders, strict=True)] == [{11, 12, 13, 14}] * 8
+
+
+@pytest.mark.parametrize(("cpu", "gpu"), [(1, 4), (2, 4), (3, 4), (0, 4), (4, 0)])
+def test_turns_of_servers_begin_less_than_a_partition_apart_from_their_head_starts(cpu: int, gpu: int) -> None:
+    for machine in range(4):
+        found = topology(cpu, gpu, machine)
+        head_starts, starts = found.head_starts(USUAL), turn_starts(found, USUAL)
+        ahead = [starts[server.member_id] - head_starts.get(server.member_id, 0) for server in found.servers]
+        assert len(set(ahead)) == len(ahead) == len(starts)
+        assert all(0 < each < found.partition_bytes for each in ahead)

@@ -3,10 +3,10 @@
 Servers take turns in proportion to their weights (start-time fair queueing), so that at every moment all links
 carry what the placement gives them. Within a server's turn first goes what other machines have given already, and
 wait for (server/round_state.py), else the highest priority. All machines follow the same rule, and so push in nearly
-the same order.
+the same order, but each machine begins a round of the servers with another one.
 
-When a machine begins, with nothing in flight, some servers have a head start (``tuning.head_start_bytes``): so many
-bytes go to them before it is the others' turn.
+When a machine begins, with nothing in flight, servers have a head start (``topology.turn_starts``): so many bytes go
+to them before it is the others' turn.
 
 Credit bounds what a machine has pushed and has no answer to, and so what servers hold: it is taken when a partition is
 pushed, and given back when its answer arrives. An answer needs all machines, and gradients become ready at slightly

@@ -168,3 +168,16 @@ class Topology:
         """``rank 2`` or ``ranks 2, 3``, in global numbers."""
         ranks = [str(self.first_rank + r) for r in sorted(local_ranks)]
         return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks)}"
+
+
+def turn_starts(topology: Topology, credit_bytes: int) -> dict[int, int]:
+    """By server, in bytes: its head start, and less than a partition by which servers differ, so that each machine
+    begins its round of the servers with another one, as in a ring. If all machines began with the same one, its link
+    would have to take a partition of each of them at once, with many machines more than its queue holds."""
+    ahead = topology.head_starts(credit_bytes)
+    count = len(topology.servers)
+    first = topology.machine_index * count // topology.machines + 1
+    for place, server in enumerate(topology.servers):
+        left = count - (place - first) % count  # 1 for the last one
+        ahead[server.member_id] = ahead.get(server.member_id, 0) + left * topology.partition_bytes // (count + 1)
+    return ahead
