@@ -187,6 +187,29 @@ def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> Non
         assert tuple(ends(job)) == undisturbed(), job.text
 
 
+@pytest.mark.parametrize(
+    ("kills", "variables"),
+    [
+        pytest.param("1:6:after 0:8:backward", {"TEST_RUN": "1"}, marks=SLOW),
+        pytest.param("3:6:step", {}, marks=LONG),
+    ],
+)
+def test_groups_of_torch_begin_anew_in_place(kills: str, variables: dict[str, str], tmp_path: Path) -> None:
+    with training(tmp_path, TEST_KILLS=kills, TEST_GROUPS="1", **variables) as job:
+        assert tuple(ends(job)) == undisturbed(**variables), job.text
+    deaths = Counter(int(each.partition(":")[0]) for each in kills.split())
+    assert {rank: len(times) - 1 for rank, times in begun(job).items() if len(times) > 1} == deaths, job.text
+
+
+@pytest.mark.long
+def test_ranks_that_compute_by_groups_of_torch_begin_again_together(tmp_path: Path) -> None:
+    variables = {"TEST_GROUPS": "1", "TEST_GROUP_METRIC": "1", "TEST_RUN": "1"}
+    with training(tmp_path, TEST_KILLS="1:6:metric", **variables) as job:
+        assert tuple(ends(job)) == undisturbed(TEST_RUN="1"), job.text
+    assert "the script has called operations of torch.distributed since the step before" in job.text
+    assert all(len(times) == 2 for times in begun(job).values()), job.text
+
+
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=LONG), pytest.param(1, marks=SLOW)])
 def test_a_spare_machine_takes_the_place_of_one_that_is_lost(lost: int, tmp_path: Path) -> None:
     """Its launcher is killed, and with it all that it has started."""

@@ -6,6 +6,8 @@ and the scale are. TEST_KILLS: "RANK:CALL:WHERE …": the rank kills itself ther
 rank 1 in calls 3 and 4. TEST_CLIP: gradients are clipped. TEST_PRELUDE: an operation before restore(). TEST_METRIC:
 ranks also sum their losses, after each step. TEST_INT8: gradients travel as int8. TEST_OWED: they also make a
 sum with error feedback.
+TEST_GROUPS: there are groups of torch.distributed, and operations of them before and after restore().
+TEST_GROUP_METRIC: also after each step, and WHERE may be "metric" (after it).
 TEST_RUN: a RunState, with a scheduler, in place of restore(). TEST_PAUSE_S: between steps.
 """
 
@@ -19,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import byteps_py as bps
@@ -56,6 +59,13 @@ def grown(state: dict) -> dict:
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     bps.init()
+    if has_groups := "TEST_GROUPS" in os.environ:
+        dist.init_process_group("byteps")
+        rows = [dist.new_group(row) for row in ([0, 1], [2, 3])]
+        ranks = torch.tensor([bps.rank()])
+        dist.all_reduce(ranks, group=rows[bps.rank() // 2])
+        if ranks.tolist() != [(1, 5)[bps.rank() // 2]]:
+            raise SystemExit(f"rank {bps.rank()}: the sum of a row is {ranks.tolist()}")
     torch.set_num_threads(1)
     torch.manual_seed(bps.rank())  # made equal below
     model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 1))
@@ -97,6 +107,9 @@ def main() -> None:
         if scheduler is not None:
             scheduler.step()
             optimizer.zero_grad()
+        if "TEST_GROUP_METRIC" in os.environ:
+            dist.all_reduce(loss.detach())
+            kills.here(call, "metric")
         if "TEST_METRIC" in os.environ:
             bps.push_pull(loss.detach(), name="loss")
         if "TEST_OWED" in os.environ:
@@ -107,6 +120,8 @@ def main() -> None:
     if "TEST_RUN" in os.environ:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         run = bps.RunState(model, optimizer, scheduler=scheduler, scaler=scaler)
+        if has_groups:
+            dist.barrier()
         say(f"rank {bps.rank()} begins at step {run.iteration} (process {os.getpid()})")
         for call in run.iterations(steps):
             body(call)
@@ -122,6 +137,8 @@ def main() -> None:
     weights = [param.detach().numpy().tobytes() for param in model.parameters()]
     whole, parameters = (hashlib.sha256(b"".join(each)).hexdigest()[:16] for each in (state, weights))
     say(f"rank {bps.rank()} ends: {parameters}, with its buffers {whole}, scale {scaler.get_scale():g}")
+    if has_groups:
+        dist.destroy_process_group()
     bps.shutdown()
 
 

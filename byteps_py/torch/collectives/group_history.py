@@ -72,10 +72,12 @@ class _Called:
 @dataclass(slots=True)
 class GroupHistory:
     """Of the groups of one world. ``meet_again``: ranks meet in a new store, and groups use that. ``groups``: all that
-    this rank is in now, as torch knows them."""
+    this rank is in now, as torch knows them. ``calls``: how many operations there were; after the first step perhaps
+    not counted."""
 
     meet_again: Callable[[], None]
     groups: Callable[[], Iterable[object]] = tuple
+    calls: int = 0
     _refusal: str = ""
     _events: list[_Made | _Called] = field(default_factory=list)
     _restored_at: int | None = None
@@ -98,6 +100,7 @@ class GroupHistory:
             setattr(group, name, functools.partial(self._call, group, name, getattr(group, name)))
 
     def _call(self, group: Renewable, name: str, method: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+        self.calls += 1
         thread = threading.get_ident()
         if self._is_over or self._within == thread:
             return method(*given, **named)
@@ -123,11 +126,13 @@ class GroupHistory:
         if self._restored_at is None:
             self._restored_at = len(self._events)
 
-    def over(self) -> None:
-        """The first step begins."""
+    def over(self, counts: bool = True) -> None:
+        """The first step begins. ``counts``: calls are counted in ``calls`` from now on."""
         if self._is_over:
             return
-        self._stop()
+        self._is_over = True
+        if not counts:
+            self._stop()
         if self._restored_at is None:
             self.refuse("the script has called no restore(), and has no RunState")
 

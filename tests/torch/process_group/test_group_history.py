@@ -66,7 +66,7 @@ def test_calls_before_the_first_step_are_made_again_in_order(one: History) -> No
     row.shutdown()
     one.history.restored()
     world.allreduce([torch.tensor([4.0])])
-    one.history.over()
+    one.history.over(counts=False)
     world.allreduce([torch.tensor([5.0])])
     for _ in range(2):
         one.said.clear()
@@ -79,6 +79,19 @@ def test_calls_before_the_first_step_are_made_again_in_order(one: History) -> No
     assert values.tolist() == [-1.0, -1.0], "the inputs were not copied"
     assert not one.history.refusal
     assert not set(CALLS) & set(vars(world)), "calls are recorded after the first step"
+
+
+def test_calls_after_the_first_step_are_counted(one: History) -> None:
+    world = one.group("world")
+    one.history.restored()
+    one.history.over()
+    before = one.history.calls
+    world.allreduce([torch.tensor([5.0])])
+    assert one.history.calls == before + 1
+    one.said.clear()
+    one.history.begin_anew()
+    assert one.said == ["meet", "world anew"]
+    assert one.history.calls == before + 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from byteps_py.errors import CommunicationError, PeerLostError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.group_history import GroupHistory
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import largest
 from byteps_py.torch.gradients.hosted.held_step import (
@@ -47,10 +48,14 @@ T = TypeVar("T")
 
 
 class InPlaceTiming(StepTiming):
-    """Steps at the time of another timing, and again after a loss. See BYTEPS_MAX_RESTARTS."""
+    """Steps at the time of another timing, and again after a loss. See BYTEPS_MAX_RESTARTS. ``history``: of the groups
+    of torch.distributed, if there are any: in a step, the script does nothing by them."""
 
-    def __init__(self, timing: StepTiming, reducer: GradientReducer, shadow: ShadowedSteps) -> None:
-        self._timing, self._shadow = timing, shadow
+    def __init__(
+        self, timing: StepTiming, reducer: GradientReducer, shadow: ShadowedSteps, history: GroupHistory | None
+    ) -> None:
+        self._timing, self._shadow, self._history = timing, shadow, history
+        self._calls_before = 0  # of operations of groups, before the body of the loop that is under way
         self.under_way = timing.under_way
         reducer.leaves_losses = True
         #: What ranks have exchanged for the next step since its sums are there. A rank that was started again does so.
@@ -70,6 +75,8 @@ class InPlaceTiming(StepTiming):
 
     def step(self, stepper: HostedStepper, call: StepCall) -> None:
         shadow = self._shadow
+        if self._history is not None:
+            self._history.over()
         calls, steps = shadow.calls + 1, shadow.step
         before = stepper.next.facts(), stepper.steps.are_due
 
@@ -87,6 +94,8 @@ class InPlaceTiming(StepTiming):
         self._repeat(stepper, make)
         if shadow.loop is None or shadow.step == steps:
             self._forget()
+            if shadow.loop is None:
+                self._begin_body()
         else:
             self._kept = _KeptStep(stepper, call, calls - 1, *before)
         stepper.reducer.is_skipped = shadow.skips > 0
@@ -159,6 +168,7 @@ class InPlaceTiming(StepTiming):
 
         self._outlast(kept.stepper, kept.calls, make, again)
         self._forget()
+        self._begin_body()
 
     def _exchange_again(self, stepper: HostedStepper) -> None:
         stepper.sum()
@@ -168,7 +178,7 @@ class InPlaceTiming(StepTiming):
     def _outlast(self, stepper: HostedStepper, calls: int, make: Callable[[], T], again: Callable[[], None]) -> T:
         """``make``; and after each loss ``again`` and ``make``, from the state that other machines hold. ``calls``: the
         number of calls of step() before this one. Raises the loss if this rank had no state yet, or if groups of
-        torch.distributed have ended with it; and CommunicationError if there is no state to go on from."""
+        torch.distributed can't go on in place; and CommunicationError if there is no state to go on from."""
         context, shadow = contexts.current(), self._shadow
         if not (context.is_open and context.session.has_synced):
             return make()
@@ -182,24 +192,37 @@ class InPlaceTiming(StepTiming):
                     again()
                 return make()
             except PeerLostError as error:
-                if dist.is_initialized():
+                if why := self._refusal():
+                    tell_refusal(why)
                     raise
                 if lost is None:  # otherwise ``_go_back`` has changed them, perhaps in part
                     reached = shadow.step, shadow.calls
                 lost = error
+
+    def _refusal(self) -> str:
+        """Why all ranks are to be started again; "": they need not."""
+        if self._history is None:
+            return "groups were made after the optimizer" if dist.is_initialized() else ""
+        if self._history.refusal or self._history.calls == self._calls_before:
+            return self._history.refusal
+        return (
+            "the script has called operations of torch.distributed since the step before, and only parallelize_model() "
+            "makes them again"
+        )
+
+    def _begin_body(self) -> None:
+        """Other machines hold the step before, and a rank that is started again begins here."""
+        if self._history is not None:
+            self._calls_before = self._history.calls
 
     def _go_back(
         self, context: Context, stepper: HostedStepper, lost: PeerLostError, reached: tuple[int, int], calls: int
     ) -> None:
         """``reached``: the step, and the number of calls, that this rank had come to when it heard of the loss."""
         shadow, (step, calls_now) = self._shadow, reached
-        if kept := context.kept_by_codecs():  # of another optimizer, or of a script's own sums
-            raise CommunicationError(
-                f"{lost}. The ranks of this job can't go on in place, because {kept} has no copy on other machines: "
-                "all are started again. Use compression without error feedback and momentum beside shadow=True"
-            )
-        _log.warning("a step waits for the ranks and services that are started again: %s", lost)
-        context.rejoin(lost)
+        join_next(context, lost)
+        if self._history is not None:
+            self._history.begin_anew()
         stepper.drop_sums()
         with held_states(stepper, shadow):
             if shadow.step < step - (calls_now > calls):
@@ -208,6 +231,25 @@ class InPlaceTiming(StepTiming):
                 shadow.calls = calls_now if step == shadow.step else calls
             agree_on_calls(shadow)
         context.session.note_synced()
+        if self._history is not None:
+            self._history.go_on()
+
+
+def join_next(context: Context, lost: PeerLostError) -> None:
+    """Leave the group that has lost a rank, and be part of the next one. Raises CommunicationError if something that
+    this rank keeps for compression would end with the group."""
+    if kept := context.kept_by_codecs():  # of another optimizer, or of a script's own sums
+        raise CommunicationError(
+            f"{lost}. The ranks of this job can't go on in place, because {kept} has no copy on other machines: "
+            "all are started again. Use compression without error feedback and momentum beside shadow=True"
+        )
+    _log.warning("a step waits for the ranks and services that are started again: %s", lost)
+    context.rejoin(lost)
+
+
+def tell_refusal(why: str) -> None:
+    """The loss of a rank is about to be raised, because ``why``."""
+    _log.warning("all ranks are started again, as a step can't be made again in place: %s", why)
 
 
 def wait_until_held(shadow: ShadowedSteps, has_stepped: bool) -> None:

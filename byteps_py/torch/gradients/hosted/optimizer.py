@@ -373,18 +373,17 @@ def _in_place(
     context: Context, timing: StepTiming, reducer: GradientReducer, shadow: ShadowedSteps, hosting: HostedOptions
 ) -> StepTiming:
     """The timing of steps that outlast the loss of ranks. Otherwise all ranks are started again."""
-    if not dist.is_initialized():
-        return InPlaceTiming(timing, reducer, shadow)
     history = history_of(context)
+    if dist.is_initialized() and history is None:
+        if context.session.rank == 0:
+            logger.warning(
+                "after the loss of a rank all ranks are started again (--max-restarts): init_process_group() has "
+                "another init_method than env://"
+            )
+        return timing
     if history is not None and not isinstance(hosting.whole, AllHere):
         return WholeStepTiming(reducer, shadow, history)
-    why = "init_process_group() has another init_method than env://"
-    if history is not None:
-        why = "of jobs with groups of torch.distributed, only those of parallelize_model() go on in place"
-        history.refuse(why)
-    if context.session.rank == 0:
-        logger.warning("after the loss of a rank all ranks are started again (--max-restarts): %s", why)
-    return timing
+    return InPlaceTiming(timing, reducer, shadow, history)
 
 
 def host_copies(

@@ -21,13 +21,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from byteps_py.errors import PeerLostError
-from byteps_py.system.log import logger
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_history import GroupHistory
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.held_step import agree_on_calls
-from byteps_py.torch.gradients.hosted.in_place import held_states, too_far, wait_until_held
+from byteps_py.torch.gradients.hosted.in_place import (
+    held_states,
+    join_next,
+    tell_refusal,
+    too_far,
+    wait_until_held,
+)
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepTiming
 from byteps_py.torch.gradients.stepper import StepCall
@@ -77,7 +82,7 @@ class WholeStepTiming(StepTiming):
         shadow.send_with = send_with
 
     def step(self, stepper: HostedStepper, call: StepCall) -> None:
-        self._history.over()
+        self._history.over(counts=False)
         shadow, steps = self._shadow, self._shadow.step
         super().step(stepper, call)
         if self._is_whole and (shadow.loop is None or shadow.step == steps):
@@ -92,7 +97,7 @@ class WholeStepTiming(StepTiming):
         """``call``, and again after a loss. All ranks call it alike. Raises the loss if there is no step to go on from
         yet, or if the groups can't begin anew; and CommunicationError if there is no state to go on from."""
         contexts.current().check_caught_up()
-        self._history.over()
+        self._history.over(counts=False)
         shadow, steps = self._shadow, self._shadow.step
         kept = _KeptCall(stepper, call, shadow.calls, call.state())
 
@@ -177,7 +182,7 @@ class WholeStepTiming(StepTiming):
                 return make()
             except PeerLostError as error:
                 if why := self._refusal():
-                    logger.warning("all ranks are started again, as a step can't be made again in place: %s", why)
+                    tell_refusal(why)
                     raise
                 if lost is None:  # otherwise ``_go_back`` has changed it, perhaps
                     made = shadow.step
@@ -191,8 +196,7 @@ class WholeStepTiming(StepTiming):
     def _go_back(self, context: Context, kept: _KeptCall, lost: PeerLostError, made: int) -> None:
         """``made``: the step that this rank had come to when it heard of the loss."""
         shadow, stepper = self._shadow, kept.stepper
-        logger.warning("a step waits for the ranks and services that are started again: %s", lost)
-        context.rejoin(lost)
+        join_next(context, lost)
         self._history.begin_anew()
         stepper.drop()
         stepper.drop_sums()
