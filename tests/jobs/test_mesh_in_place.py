@@ -67,6 +67,7 @@ VARIANTS = {
     "overflow": {"TEST_FLOAT16": "1", "TEST_OVERFLOW": "5"},
     "overflow, by hand": {"TEST_FLOAT16": "1", "TEST_OVERFLOW": "5", "TEST_BY_HAND": "1"},
     "evaluation": {"TEST_EVALUATE": "1"},
+    "int8": {"TEST_INT8": "1", "BYTEPS_MIN_COMPRESS_BYTES": "0"},
 }
 
 
@@ -92,6 +93,7 @@ VARIANTS = {
         pytest.param("2x1x1x2:::sharded", "run", "3:5:backward", marks=LONG),
         pytest.param("1x1x2x2:::machine", "run", "0:5:step", marks=LONG),
         pytest.param("1x1x1x4", "run", "1:5:forward", marks=LONG),
+        pytest.param("1x1x2x2", "int8", "2:5:backward 1:6:after", marks=LONG),
         pytest.param("2x2x1x1::llama", "run", "3:5:after", marks=LONG),
         pytest.param("1x2x1x2::llama", "by hand", "1:5:step", marks=LONG),
         pytest.param("2x1x2x1:gpipe:llama", "run", "2:5:backward", marks=LONG),

@@ -8,7 +8,8 @@ and buffers are. TEST_KILLS: "RANK:CALL:WHERE …": the rank kills itself there,
 "step" (before the optimizer's), "after" (the step); and with the CALL "again", in a process that is not the first one,
 "mesh" (before it is made) and "restore". TEST_BY_HAND: ``training.restore()`` in place of a RunState. TEST_FLOAT16:
 with a GradScaler. TEST_EVALUATE: after each step; then WHERE may be "evaluation". TEST_OVERFLOW: a call in which the
-gradients of one batch overflow. TEST_LATE_GROUP: makes a group after the first step. TEST_PAUSE_S: after each step.
+gradients of one batch overflow. TEST_LATE_GROUP: makes a group after the first step. TEST_INT8: gradients
+travel as int8. TEST_PAUSE_S: after each step.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def new_training(mesh: Mesh, schedule: str, is_llama: bool, states: str) -> Para
         "max_norm": 0.5,
         "shadow": True,
         "hosted": states or True,
+        "compression": bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.none,
         "autocast": torch.float16 if "TEST_FLOAT16" in os.environ else None,
     }
     optimizer = functools.partial(torch.optim.AdamW, lr=0.01)

@@ -193,7 +193,8 @@ def _new_store(context: Context, meeting: int, timeout: timedelta) -> TCPStore:
         try:
             store = TCPStore(host, int(port), None, False, _CONNECT_SLICE, wait_for_workers=False)
         except (RuntimeError, OSError):
-            context.session.check_open()  # rank 0 may be lost
+            context.session.hosts_changed()  # reads what has come meanwhile: rank 0 may be lost
+            context.session.check_open()
             if time.monotonic() > deadline:
                 raise
         else:
