@@ -139,6 +139,8 @@ class HostedTurn:
         due = sum(spec is not None for spec in use.specs)
         rank.doing = f"waiting for other ranks' parameters of {model.name}"
         while len(there) < due:
+            rank.session.read_available()
+            rank.session.check_open()  # ranks that are lost never come
             yield rank.pause()
 
     def begin(self) -> Life:
