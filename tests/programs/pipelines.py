@@ -193,6 +193,38 @@ def of_torch() -> None:
     """torch's own schedules, by their names."""
     for name in ("zero-bubble", "zb-v", "dualpipev"):
         train_beside_one_process(name, 2 * workers())
+        first_steps_are_like_others(name)
+
+
+def first_steps_are_like_others(name: str) -> None:
+    """They take as many random numbers, and change buffers as often, though torch makes a pass of its own in them."""
+    count = 2 * workers()
+    stages = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.5), CallCounter()) for _ in range(count)]
+    pipe = bps.parallel.Pipeline(nn.Sequential(*stages), name, count, mesh())
+    own_stages = [each for _, stage in pipe.named_stages() for each in stage.modules() if isinstance(each, CallCounter)]
+    rng, state = generator(), torch.get_rng_state()
+    x, y = (torch.randn(2 * count, HIDDEN, generator=rng) for _ in range(2))
+    states = []
+    for step in range(1, 4):
+        torch.set_rng_state(state)
+        pipe.step(x, y, mse)
+        states.append(torch.get_rng_state())
+        assert [each.calls.item() for each in own_stages] == [step * count] * 2, name
+    assert not torch.equal(states[0], state), name
+    assert torch.equal(states[0], states[1]), name
+    assert torch.equal(states[0], states[2]), name
+
+
+class CallCounter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
 
 
 @case

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.buffers import normalizes_batches
@@ -284,7 +285,12 @@ def torch_program(name: str, workers: int, micro_batches: int, **options: Any) -
 
 
 class TorchSchedule:
-    """The stages of this worker under one of torch's schedules."""
+    """The stages of this worker under one of torch's schedules.
+
+    Before its first step torch finds the shapes of values between stages in a pass of its own, with values that mean
+    nothing. Random states and buffers are as if there were no such pass, so that a job that goes on after a restart has
+    the same bits.
+    """
 
     def __init__(
         self, program: Program, stages: Mapping[int, nn.Module], device: torch.device, group: dist.ProcessGroup
@@ -292,6 +298,7 @@ class TorchSchedule:
         self._name = program.name
         self._losses: Losses | None = None
         self._is_first, self._is_last = 0 in stages, program.stages - 1 in stages
+        self._modules, self._device, self._has_shapes = list(stages.values()), device, False
         of_torch = [
             PipelineStage(module, number, program.stages, device, group=group)
             for number, module in sorted(stages.items())
@@ -311,12 +318,19 @@ class TorchSchedule:
         self._losses = dataclasses.replace(losses, may_count=False)
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         found: list[torch.Tensor] = []
-        self._schedule.step(
-            *(arguments if self._is_first else ()),
-            target=targets if self._is_last else None,
-            losses=found,
-            return_outputs=False,
-        )
+        modules = () if self._has_shapes else self._modules
+        hooks = [hook for module in modules for hook in _forget_next_call(module, self._device)]
+        try:
+            self._schedule.step(
+                *(arguments if self._is_first else ()),
+                target=targets if self._is_last else None,
+                losses=found,
+                return_outputs=False,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._has_shapes = True
         # torch calls the loss function for other purposes, too: only calls for parts count.
         losses.total += sum(float(one.detach()) for one in found) / losses.weight
         losses.count += len(found)
@@ -325,3 +339,24 @@ class TorchSchedule:
         if self._losses is None:
             raise RuntimeError("a loss without a step")
         return self._losses.of(output, target)
+
+
+def _forget_next_call(module: nn.Module, device: torch.device) -> tuple[RemovableHandle, RemovableHandle]:
+    """After the next call of ``module``, random states and its buffers are as before. The hooks that see to it."""
+    fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    kept: dict[str, torch.Tensor] = {}
+
+    def begin(*_: Any) -> None:
+        first.remove()
+        fork.__enter__()
+        kept.update({name: buffer.clone() for name, buffer in module.named_buffers()})
+
+    def end(*_: Any) -> None:
+        last.remove()
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(kept[name])
+        fork.__exit__(None, None, None)
+
+    first, last = module.register_forward_pre_hook(begin), module.register_forward_hook(end)
+    return first, last
