@@ -30,6 +30,7 @@ import numpy as np
 
 from byteps_py.config.addresses import place_of
 from byteps_py.config.settings import Settings
+from byteps_py.config.tuning import needs_turns
 from byteps_py.dataplane.link_burst import LinkBursts
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Traffic
@@ -621,13 +622,16 @@ class SummationService:
 
 
 def in_turn(arrivals: Sequence[T], index: int) -> list[T]:
-    """The contributions to partition ``index`` in the order in which they are answered: of each partition from another
-    machine on. If all servers answered machine 0 first, its link would have to take an answer of each at once.
+    """The contributions to partition ``index`` in the order in which they are answered: those of many machines from
+    another one on for each partition. If all servers answered machine 0 first, its link would have to take an answer of
+    each at once.
 
-    >>> [in_turn("abc", index) for index in range(4)]
-    [['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'], ['a', 'b', 'c']]
+    >>> ["".join(in_turn("abcdefghi", index)) for index in (0, 1, 2, 9)]
+    ['abcdefghi', 'bcdefghia', 'cdefghiab', 'abcdefghi']
+    >>> "".join(in_turn("abcd", 1))
+    'abcd'
     """
-    first = index % len(arrivals) if arrivals else 0
+    first = index % len(arrivals) if needs_turns(len(arrivals)) else 0
     return [*arrivals[first:], *arrivals[:first]]
 
 

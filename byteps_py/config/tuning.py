@@ -83,6 +83,12 @@ def gpu_machines_sum(cpu_servers: int, gpu_servers: int) -> bool:
     return cpu_servers < gpu_servers
 
 
+def needs_turns(machines: int) -> bool:
+    """True if so many GPU machines would fill the queue in front of a link with what all of them send at once: each of
+    them then begins with another one."""
+    return machines > _FEW_MACHINES
+
+
 def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     """The size in bytes of the largest partition, a power of two.
 

@@ -20,11 +20,11 @@ class Part(NamedTuple):
     index: int
 
 
-def topology(cpu: int, gpu: int, machine: int = 0) -> Topology:
+def topology(cpu: int, gpu: int, machine: int = 0, machines: int = 4) -> Topology:
     """CPU machines' servers have the ids 1, 2, …, GPU machines' 11, 12, …"""
     servers = [pb.Member(member_id=1 + i, weight=6, kind=pb.MACHINE_KIND_CPU, link_mbit=MBIT) for i in range(cpu)]
     servers += [pb.Member(member_id=11 + i, weight=2, kind=pb.MACHINE_KIND_GPU, link_mbit=MBIT) for i in range(gpu)]
-    workers = tuple(pb.Member(link_mbit=MBIT) for _ in range(4))
+    workers = tuple(pb.Member(link_mbit=MBIT) for _ in range(machines))
     return Topology(1, machine, workers, tuple(servers), 4096, 1)
 
 
@@ -54,25 +54,30 @@ def test_weights_are_those_of_all_servers() -> None:
     assert topology(1, 2).weights == {1: 6, 11: 2, 12: 2}
 
 
-def test_at_every_moment_machines_push_to_different_servers() -> None:
-    """Each of four GPU machines has two partitions for each of their servers."""
+def test_at_every_moment_many_machines_push_to_different_servers() -> None:
+    """Each of six GPU machines has two partitions for each of their servers."""
     orders = []
-    for machine in range(4):
-        found = topology(0, 4, machine)
+    for machine in range(6):
+        found = topology(0, 6, machine, machines=6)
         queue: PushQueue[Part] = PushQueue()
         queue.set_weights(found.weights, turn_starts(found, USUAL))
-        for index in range(8):
-            queue.add(Part(11 + index % 4, 4096, index), priority=-index)
-        orders.append([part.server for _ in range(8) if (part := queue.take(0.0)) is not None])
-    assert orders[0] == [12, 13, 14, 11, 12, 13, 14, 11]
-    assert [set(at_a_time) for at_a_time in zip(*orders, strict=True)] == [{11, 12, 13, 14}] * 8
+        for index in range(12):
+            queue.add(Part(11 + index % 6, 4096, index), priority=-index)
+        orders.append([part.server for _ in range(12) if (part := queue.take(0.0)) is not None])
+    assert orders[0] == [12, 13, 14, 15, 16, 11] * 2
+    assert [set(at_a_time) for at_a_time in zip(*orders, strict=True)] == [{11, 12, 13, 14, 15, 16}] * 12
 
 
-@pytest.mark.parametrize(("cpu", "gpu"), [(1, 4), (2, 4), (3, 4), (0, 4), (4, 0)])
+@pytest.mark.parametrize(("cpu", "gpu"), [(1, 6), (2, 6), (3, 6), (0, 6), (6, 0)])
 def test_turns_of_servers_begin_less_than_a_partition_apart_from_their_head_starts(cpu: int, gpu: int) -> None:
-    for machine in range(4):
-        found = topology(cpu, gpu, machine)
+    for machine in range(6):
+        found = topology(cpu, gpu, machine, machines=6)
         head_starts, starts = found.head_starts(USUAL), turn_starts(found, USUAL)
         ahead = [starts[server.member_id] - head_starts.get(server.member_id, 0) for server in found.servers]
         assert len(set(ahead)) == len(ahead) == len(starts)
         assert all(0 < each < found.partition_bytes for each in ahead)
+
+
+def test_few_machines_need_no_order_of_servers() -> None:
+    found = topology(2, 4, 1)
+    assert turn_starts(found, USUAL) == found.head_starts(USUAL)

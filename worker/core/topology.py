@@ -171,10 +171,12 @@ class Topology:
 
 
 def turn_starts(topology: Topology, credit_bytes: int) -> dict[int, int]:
-    """By server, in bytes: its head start, and less than a partition by which servers differ, so that each machine
-    begins its round of the servers with another one, as in a ring. If all machines began with the same one, its link
-    would have to take a partition of each of them at once, with many machines more than its queue holds."""
+    """By server, in bytes: its head start, and of many machines less than a partition by which servers differ, so that
+    each machine begins its round of the servers with another one, as in a ring. If all machines began with the same
+    one, its link would have to take a partition of each of them at once, which is more than its queue holds."""
     ahead = topology.head_starts(credit_bytes)
+    if not tuning.needs_turns(topology.machines):
+        return ahead
     count = len(topology.servers)
     first = topology.machine_index * count // topology.machines + 1
     for place, server in enumerate(topology.servers):
