@@ -1,5 +1,5 @@
-"""What ranks did together by groups of torch.distributed before their first step: so that a rank that was started again
-can do so once more, with ranks that were not.
+"""The operations of torch.distributed's groups before the first step. Ranks repeat them with a rank that was started
+again.
 
     its script:    init_process_group ─► new_group … all_gather … broadcast ─► restore() ─► …  ─► the first step
     other ranks:   meet again         ─► begin_anew, the same calls again   ─► states   ─► …  ─► the step under way

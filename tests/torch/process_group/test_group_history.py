@@ -1,4 +1,4 @@
-"""What ranks did by groups before their first step can be done again: group_history.py and meeting_store.py."""
+"""Ranks repeat the operations of their groups before the first step: group_history.py and meeting_store.py."""
 
 from __future__ import annotations
 

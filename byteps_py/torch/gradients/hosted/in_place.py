@@ -179,25 +179,11 @@ class InPlaceTiming(StepTiming):
         """``make``; and after each loss ``again`` and ``make``, from the state that other machines hold. ``calls``: the
         number of calls of step() before this one. Raises the loss if this rank had no state yet, or if groups of
         torch.distributed can't go on in place; and CommunicationError if there is no state to go on from."""
-        context, shadow = contexts.current(), self._shadow
-        if not (context.is_open and context.session.has_synced):
-            return make()
-        lost: PeerLostError | None = None
-        reached = shadow.step, shadow.calls
-        while True:
-            try:
-                if lost is not None:
-                    self._go_back(context, stepper, lost, reached, calls)
-                    lost = None
-                    again()
-                return make()
-            except PeerLostError as error:
-                if why := self._refusal():
-                    tell_refusal(why)
-                    raise
-                if lost is None:  # otherwise ``_go_back`` has changed them, perhaps in part
-                    reached = shadow.step, shadow.calls
-                lost = error
+
+        def go_back(context: Context, lost: PeerLostError, reached: tuple[int, int]) -> None:
+            self._go_back(context, stepper, lost, reached, calls)
+
+        return outlast(self._shadow, self._refusal, go_back, make, again)
 
     def _refusal(self) -> str:
         """Why all ranks are to be started again; "": they need not."""
@@ -235,6 +221,37 @@ class InPlaceTiming(StepTiming):
             self._history.go_on()
 
 
+def outlast(
+    shadow: ShadowedSteps,
+    refusal: Callable[[], str],
+    go_back: Callable[[Context, PeerLostError, tuple[int, int]], None],
+    make: Callable[[], T],
+    again: Callable[[], None],
+) -> T:
+    """``make``; and after each loss ``go_back``, ``again`` and ``make``. ``go_back`` gets the loss, and the numbers of
+    steps and of calls of step() that this rank had come to. ``refusal``: why the loss is raised instead; "": it is not.
+    """
+    context = contexts.current()
+    if not (context.is_open and context.session.has_synced):
+        return make()
+    lost: PeerLostError | None = None
+    reached = shadow.step, shadow.calls
+    while True:
+        try:
+            if lost is not None:
+                go_back(context, lost, reached)
+                lost = None
+                again()
+            return make()
+        except PeerLostError as error:
+            if why := refusal():
+                _log.warning("all ranks are started again, as a step can't be made again in place: %s", why)
+                raise
+            if lost is None:  # otherwise ``go_back`` has changed them, perhaps in part
+                reached = shadow.step, shadow.calls
+            lost = error
+
+
 def join_next(context: Context, lost: PeerLostError) -> None:
     """Leave the group that has lost a rank, and be part of the next one. Raises CommunicationError if something that
     this rank keeps for compression would end with the group."""
@@ -245,11 +262,6 @@ def join_next(context: Context, lost: PeerLostError) -> None:
         )
     _log.warning("a step waits for the ranks and services that are started again: %s", lost)
     context.rejoin(lost)
-
-
-def tell_refusal(why: str) -> None:
-    """The loss of a rank is about to be raised, because ``why``."""
-    _log.warning("all ranks are started again, as a step can't be made again in place: %s", why)
 
 
 def wait_until_held(shadow: ShadowedSteps, has_stepped: bool) -> None:

@@ -29,7 +29,7 @@ from byteps_py.torch.gradients.hosted.held_step import agree_on_calls
 from byteps_py.torch.gradients.hosted.in_place import (
     held_states,
     join_next,
-    tell_refusal,
+    outlast,
     too_far,
     wait_until_held,
 )
@@ -167,26 +167,12 @@ class WholeStepTiming(StepTiming):
     def _outlast(self, kept: _KeptCall, make: Callable[[], T], again: Callable[[], None]) -> T:
         """``make``; and after each loss ``again`` and ``make``, from the state that other machines hold. ``kept``: the
         call that is made, or was made last."""
-        context, shadow = contexts.current(), self._shadow
-        if not (context.is_open and context.session.has_synced):
-            return make()
-        lost: PeerLostError | None = None
-        made = shadow.step
-        while True:
-            try:
-                if lost is not None:
-                    self._go_back(context, kept, lost, made)
-                    lost = None
-                    kept.call.begin_anew()
-                    again()
-                return make()
-            except PeerLostError as error:
-                if why := self._refusal():
-                    tell_refusal(why)
-                    raise
-                if lost is None:  # otherwise ``_go_back`` has changed it, perhaps
-                    made = shadow.step
-                lost = error
+
+        def go_back(context: Context, lost: PeerLostError, reached: tuple[int, int]) -> None:
+            self._go_back(context, kept, lost, made=reached[0])
+            kept.call.begin_anew()
+
+        return outlast(self._shadow, self._refusal, go_back, make, again)
 
     def _refusal(self) -> str:
         if len(self._kept) > _MOST_CALLS:
