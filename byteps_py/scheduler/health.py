@@ -595,15 +595,17 @@ class GroupWatch:
         roster, now_s = self._job.roster, now_s / self._slower
         if self._links_epoch != roster.epoch:
             self._links_epoch = roster.epoch
-            rates_mbit = {member.id: member.link_mbit for member in roster.link_owners()}
-            first_mbit = {member.id: member.first_mbit for member in roster.link_owners() if member.first_mbit}
-            self._links.set_rates(rates_mbit, now_s, roster.link_owners_without_share(), first_mbit)
+            owners = roster.link_owners()
+            rates_mbit = {member.id: member.link_mbit for member in owners}
+            usual_mbit = {member.id: member.usual_mbit for member in owners if member.usual_mbit}
+            measured = {member.id for member in owners if not member.facts.link_mbit}
+            self._links.set_rates(rates_mbit, now_s, roster.link_owners_without_share(), usual_mbit, measured)
         if not (self._job.is_running and self._job.config.rebalance_links) or len(roster.workers()) == 1:
             return {}, ""
         changes = self._links.changes(now_s, self._answer_rates)
         if restless := self._links.restless(now_s):
-            owners = [member.describe() for member in roster.link_owners() if member.id in restless]
-            self._remarks += [f"the link of {who} changes its rate all the time: its share stays" for who in owners]
+            names = [member.describe() for member in roster.link_owners() if member.id in restless]
+            self._remarks += [f"the link of {name} changes its rate all the time: its share stays" for name in names]
         if not changes:
             return {}, ""
         rates = {change.machine: change.mbit for change in changes}
@@ -611,7 +613,8 @@ class GroupWatch:
         who = {member.id: member.describe() for member in roster.link_owners()}
         is_slower = any(change.mbit < change.before_mbit for change in changes)
         is_gain = before - after >= (LEAST_GAIN if is_slower else LEAST_RETURN) * before
-        if not is_gain or self._links.is_everywhere(changes):
+        is_known = is_gain or self._links.corrects(changes)
+        if not is_known or self._links.is_everywhere(changes):
             priced = self._stragglers.suspected_links()  # told of with their price, now or soon
             untold = self._links.untold([each for each in changes if each.machine not in priced])
             is_everywhere = bool(untold) and self._links.is_everywhere(changes)

@@ -16,6 +16,12 @@ have that took as long.
 
 A machine that was slow has little to send, and so shows no higher rate once its link is fast again. So it is probed:
 it sends filler for a moment, and the counters of its interface show what its link carries (dataplane/link_burst.py).
+Two other kinds of links are probed as well:
+
+- a link that looks slow, before anything follows: one that carries a little again and again, while ranks compute, looks
+  slow too, since each piece is confirmed late;
+- a link that was measured to be slower than others' at the start, a few times, later and later: images, data sets and
+  starting processes may have used it, or the processors, while it was measured.
 
 A rate counts as changed once it has been another one for several seconds, longer the more often it has changed lately:
 a link that changes all the time is left alone. The shares of the servers follow (placement/link_optimum.py) if that
@@ -79,8 +85,15 @@ PROBE_EVERY_S = 5.0
 _PROBE_AGAIN = 0.4
 #: A probe shares the other machines' links with transfers: what shows this part of the usual rate is taken for it.
 _PROBED_USUAL = 0.65
+#: A measurement of the start that is lower than another machine's is in doubt for so many probes. Each comes twice as
+#: long after the one before: ten minutes in all. What it may carry is at most so many times the known rate: a probe has
+#: as much on its way as suits that.
+_DOUBTS, _MOST_OVER_KNOWN = 8, 8.0
 #: An answer that takes longer is lost: the machine has left, or has too much to do.
 _PROBE_LIMIT_S = 8.0
+#: A link that looks slow is probed once it has looked so for this long. If nothing has come of it for so long after the
+#: time in which a rate must hold, it counts as slow.
+_SUSPECT_S, _CONFIRM_LIMIT_S = 1.0, 3.0
 #: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
 #: seconds.
 RETRY_S = 20.0
@@ -222,12 +235,14 @@ class _Evidence:
 
 
 class ProbeOrder(NamedTuple):
-    """A link to probe: its machine, and what it is known to carry now and carried at the start, in Mbit/s."""
+    """A link to probe: its machine, what it seems to carry now, and what it may carry, in Mbit/s. ``is_suspected``: it
+    looks slow."""
 
     number: int
     machine: int
     known_mbit: float
     usual_mbit: float
+    is_suspected: bool = False
 
 
 class UsageWindow:
@@ -279,7 +294,7 @@ class Trend(enum.Enum):
 class _Link:
     """One link. Each kind of evidence has its method."""
 
-    usual_mbit: float  # at the start
+    usual_mbit: float  # at the start; if that is in doubt, what it may carry
     known_mbit: float
     sign: Sign | None = None  # what showed that rate; None: that of the start
     unseen_s: float = 0.0  # for how long others showed their rates, and this one did not
@@ -296,11 +311,33 @@ class _Link:
     probe_due_s: float = 0.0
     probed_mbit: float = 0.0  # what the last probe has shown
     probed_until_s: float = 0.0  # for how long that is evidence
+    doubts: int = 0  # the probes that are still to show whether it was measured too low
+    shown_mbit: float | None = None  # it looks slow, and a probe showed this much
+    cleared_s: list[float] = field(default_factory=list)  # it looked slow, and a probe showed that it is not
 
     @classmethod
     def of(cls, usual_mbit: float, known_mbit: float) -> _Link:
         """A link that nobody has watched here. If it is slow, nobody knows here what showed it."""
         return cls(usual_mbit, known_mbit, Sign.SENDS if known_mbit < SLOWER * usual_mbit else None)
+
+    def doubt(self, fastest_mbit: float) -> None:
+        """Nobody has said what it carries, and it was measured at the start. ``fastest_mbit``: of all links."""
+        if self.known_mbit < SLOWER * fastest_mbit:
+            self.doubts = _DOUBTS
+            self.usual_mbit = min(fastest_mbit, _MOST_OVER_KNOWN * self.known_mbit)
+        else:
+            self.doubts, self.usual_mbit = 0, self.known_mbit
+
+    def follow(self, change: Change, fastest_mbit: float, now_s: float) -> None:
+        """The shares follow ``change``."""
+        self.changes_s.append(now_s)
+        if self.doubts and change.mbit > self.known_mbit:
+            self.known_mbit, self.trend, self.seen = change.mbit, Trend.SAME, []
+            self.doubt(fastest_mbit)
+            return
+        if self.doubts:  # it carried what was measured, and no longer does
+            self.doubts, self.usual_mbit = 0, self.known_mbit
+        self.sign = change.sign if change.mbit < SLOWER * self.usual_mbit else None
 
     def is_shown_by(self, seen: Seen) -> bool:
         """That what arrives is fast does not mean that it is answered soon: if answers were what was slow, only they
@@ -315,8 +352,8 @@ class _Link:
 
     @property
     def needs_probes(self) -> bool:
-        """That its processors are busy no probe of its link shows."""
-        return self.sign is not None and self.sign is not Sign.ANSWERS
+        """No probe of a link shows that a machine's processors are busy."""
+        return self.doubts > 0 or (self.sign is not None and self.sign is not Sign.ANSWERS)
 
     def probed(self, mbit: float, now_s: float, hold_s: float) -> None:
         """A probe has shown what the link carries. 0: it has shown nothing."""
@@ -324,13 +361,20 @@ class _Link:
         self.probed_mbit, self.probed_until_s = mbit, now_s + again_s + _PROBE_LIMIT_S / 2
         if mbit > FASTER * self.known_mbit:
             self.probe_due_s = now_s + again_s
+        elif self.doubts:
+            self.probe_due_s = now_s + PROBE_EVERY_S * 2.0 ** (_DOUBTS - self.doubts)
+            self.doubts -= 1
+            self.usual_mbit = self.usual_mbit if self.doubts else self.known_mbit
         if _FULL * self.known_mbit <= mbit <= FASTER * self.known_mbit:
             self.unseen_s = self.unbound_s = 0.0  # it is as slow as before: there is nothing to try
 
     def with_probe(self, seen: Seen | None, now_s: float) -> Seen | None:
         """The evidence that counts: transfers show what a link has carried, a probe what it can carry."""
         if not (self.needs_probes and now_s < self.probed_until_s and self.probed_mbit > FASTER * self.known_mbit):
-            return seen
+            # Transfers of a link that is idle now and then look fast: they don't show that a measurement was too low.
+            if seen is None or not self.doubts:
+                return seen
+            return seen._replace(least_mbit=min(seen.least_mbit, self.known_mbit))
         if seen is not None and seen.most_mbit < SLOWER * self.known_mbit:
             return seen
         mbit = self.usual_mbit if self.probed_mbit > _PROBED_USUAL * self.usual_mbit else self.probed_mbit
@@ -346,7 +390,7 @@ class _Link:
         if trend is Trend.SAME and self.trend is not Trend.SAME:
             self.brief_s.append(now_s)
         if trend is not self.trend or now_s - self.seen_s > _SILENT_S:
-            self.trend, self.held_s, self.seen = trend, 0.0, []
+            self.trend, self.held_s, self.seen, self.shown_mbit = trend, 0.0, [], None
         else:
             self.held_s += min(now_s - self.seen_s, 2 * EVERY_S)
         self.seen.append(seen)
@@ -371,16 +415,36 @@ class _Link:
             self.seen = [Seen(math.inf, self.usual_mbit, sign)] * _HOLDS
             self.unseen_s, self.unbound_s, self.retries = 0.0, 0.0, self.retries + 1
 
+    @property
+    def is_suspected(self) -> bool:
+        """It looks slow, and a probe can show whether it is."""
+        is_slower = self.trend is Trend.SLOWER and len(self.seen) >= _HOLDS
+        return is_slower and self.shown_mbit is None and self.seen[-1].sign in (Sign.SENDS, Sign.RECEIVES)
+
+    def suspect_due_s(self, now_s: float, epochs: int) -> float:
+        """When to probe it for that."""
+        wait_s = self.hold_s(epochs) - HOLD_S + _SUSPECT_S - self.held_s
+        return now_s + max(0.0, wait_s) if self.is_suspected else math.inf
+
+    def answer_suspicion(self, mbit: float, now_s: float) -> None:
+        """A probe has shown that it carries this much, or more: probes do not fill very fast links."""
+        if self.is_suspected and mbit >= SLOWER * self.known_mbit:
+            self.trend, self.held_s, self.seen = Trend.SAME, 0.0, []
+            self.cleared_s.append(now_s)
+        elif self.is_suspected:
+            self.shown_mbit = mbit
+
     def is_due(self, now_s: float, epochs: int) -> bool:
         """``epochs``: how often shares have followed links lately."""
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
+        self.cleared_s = [at_s for at_s in self.cleared_s if now_s - at_s < REMEMBERED_S]
         if self.sign is None and not self.changes_s:
             self.retries = 0
         return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= self.hold_s(epochs)
 
     def hold_s(self, epochs: int) -> float:
         """For how long a rate must be another one."""
-        doublings = max(0, len(self.changes_s) - 1, epochs - _MOST_EPOCHS)
+        doublings = max(0, len(self.changes_s) - 1, epochs - _MOST_EPOCHS) + len(self.cleared_s)
         return HOLD_S * float(2 ** min(_MOST_DOUBLINGS, doublings))
 
     def brief_changes(self, now_s: float) -> int:
@@ -401,6 +465,8 @@ class _Link:
         rate: it is taken to be as fast as at the start."""
         # Of a time when all reports were of the new rate.
         mbit = statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
+        if self.trend is Trend.SLOWER:
+            return max(mbit, self.shown_mbit or 0.0)
         return self.usual_mbit if self.trend is Trend.FASTER and mbit > SLOWER * self.usual_mbit else mbit
 
 
@@ -434,15 +500,22 @@ class RateWatch:
         known_mbit: Mapping[int, float],
         now_s: float,
         idle: Collection[int] = (),
-        first_mbit: Mapping[int, float] | None = None,
+        usual_mbit: Mapping[int, float] | None = None,
+        measured: Collection[int] = (),
     ) -> None:
         """The links that there are, with the rates by which the shares are from now on. Transfers before these are in
-        use are no evidence. ``idle``: the machines without a share; ``first_mbit``: the rates before the first change,
-        where there was one: an earlier scheduler may have seen it, or this one, with the group before."""
+        use are no evidence. ``idle``: the machines without a share; ``usual_mbit``: the rates before a link became
+        slow, where they have changed: an earlier scheduler may have seen it, or this one, with the group before;
+        ``measured``: the machines that have not said what their links carry."""
         self._settled_s = now_s + SETTLE_S
         before, self._links = self._links, {}
+        usual_mbit, fastest_mbit = usual_mbit or {}, max(known_mbit.values(), default=0.0)
         for machine, mbit in known_mbit.items():
-            link = self._links[machine] = before.get(machine) or _Link.of((first_mbit or {}).get(machine, mbit), mbit)
+            if (link := before.get(machine)) is None:
+                link = _Link.of(usual_mbit.get(machine, mbit), mbit)
+                if machine in measured and machine not in usual_mbit:
+                    link.doubt(fastest_mbit)
+            self._links[machine] = link
             link.known_mbit, link.trend, link.seen = mbit, Trend.SAME, []
             link.has_share, link.unseen_s, link.unbound_s = machine not in idle, 0.0, 0.0
             link.probed_mbit, link.probe_due_s = 0.0, self._settled_s
@@ -476,19 +549,26 @@ class RateWatch:
             elif found:
                 link.miss(now_s)
         self._epochs_s = [at_s for at_s in self._epochs_s if now_s - at_s < REMEMBERED_S]
-        if not any(link.is_due(now_s, len(self._epochs_s)) for link in self._links.values()):
-            return []
+        due = [link for link in self._links.values() if link.is_due(now_s, len(self._epochs_s))]
         changed = {
             machine: link
             for machine, link in self._links.items()
             if link.trend is not Trend.SAME and len(link.seen) >= _HOLDS
         }
+        if not due or self._awaits_probes(due, changed.values()):
+            return []
         new = {machine: link.new_mbit for machine, link in changed.items()}
         rates = {machine: new.get(machine, link.known_mbit) for machine, link in self._links.items()}
         evened = dict(zip(rates, classes(list(rates.values())), strict=True))
         return [
             Change(machine, link.known_mbit, evened[machine], link.seen[-1].sign) for machine, link in changed.items()
         ]
+
+    def _awaits_probes(self, due: Sequence[_Link], changed: Collection[_Link]) -> bool:
+        """Some links look slow, and may not be. If most do, it is the network, and no probe would tell more."""
+        is_everywhere = 2 * sum(link.trend is Trend.SLOWER for link in changed) > len(self._links)
+        longest_s = max(link.held_s - link.hold_s(len(self._epochs_s)) for link in due)
+        return not is_everywhere and longest_s < _CONFIRM_LIMIT_S and any(link.is_suspected for link in changed)
 
     def _is_judged(self, machine: int) -> bool:
         return machine in self._links and self._links[machine].usual_mbit >= tuning.SLOW_MBIT
@@ -498,13 +578,19 @@ class RateWatch:
         what they measure. Tell ``probed`` of the result."""
         if now_s < self._settled_s or (self._probe is not None and now_s < self._probe_until_s):
             return None
+        epochs = len(self._epochs_s)
+        suspects = [(link.suspect_due_s(now_s, epochs), machine) for machine, link in self._links.items()]
         due = [(link.probe_due_s, machine) for machine, link in self._links.items() if link.needs_probes]
-        if not due or min(due)[0] > now_s:
+        is_suspected = min(suspects, default=(math.inf, -1))[0] <= now_s
+        at_s, machine = min(suspects if is_suspected else due, default=(math.inf, -1))
+        if at_s > now_s:
             return None
-        _, machine = min(due)
         link, self._probes = self._links[machine], self._probes + 1
-        link.probe_due_s = now_s + PROBE_EVERY_S
-        self._probe = ProbeOrder(self._probes, machine, link.known_mbit, link.usual_mbit)
+        if is_suspected:
+            self._probe = ProbeOrder(self._probes, machine, link.new_mbit, link.known_mbit, is_suspected)
+        else:
+            link.probe_due_s = now_s + PROBE_EVERY_S
+            self._probe = ProbeOrder(self._probes, machine, link.known_mbit, link.usual_mbit)
         self._probe_until_s = now_s + _PROBE_LIMIT_S
         return self._probe
 
@@ -512,9 +598,12 @@ class RateWatch:
         """A probe has shown what the link of ``machine`` carries in Mbit/s. That of an earlier epoch is ignored."""
         if self._probe is None or (self._probe.machine, self._probe.number) != (machine, number):
             return
-        self._probe = None
-        link = self._links[machine]
-        link.probed(mbit if 0 < mbit < math.inf else 0.0, now_s, link.hold_s(len(self._epochs_s)))
+        is_suspected, self._probe = self._probe.is_suspected, None
+        link, mbit = self._links[machine], mbit if 0 < mbit < math.inf else 0.0
+        if is_suspected:
+            link.answer_suspicion(mbit, now_s)
+        else:
+            link.probed(mbit, now_s, link.hold_s(len(self._epochs_s)))
 
     def restless(self, now_s: float) -> list[int]:
         """Machines whose links change all the time, so that no share follows; each is told once. None where nearly all
@@ -529,13 +618,16 @@ class RateWatch:
         of theirs is at fault."""
         return 2 * sum(change.mbit < change.before_mbit for change in changes) > len(self._links)
 
+    def corrects(self, changes: Iterable[Change]) -> bool:
+        """Some links carry more than was measured at the start. That is known once, whatever it saves now."""
+        return any(change.mbit > change.before_mbit and self._links[change.machine].doubts for change in changes)
+
     def accept(self, changes: Iterable[Change], now_s: float) -> None:
         """The shares follow these changes."""
         self._epochs_s.append(now_s)
+        fastest_mbit = max(link.known_mbit for link in self._links.values())
         for change in changes:
-            link = self._links[change.machine]
-            link.changes_s.append(now_s)
-            link.sign = change.sign if change.mbit < SLOWER * link.usual_mbit else None
+            self._links[change.machine].follow(change, max(fastest_mbit, change.mbit), now_s)
         self._told.clear()
 
     def is_known(self, machine: int) -> bool:

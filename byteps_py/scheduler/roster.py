@@ -109,7 +109,7 @@ class MemberRecord:
     first_rank: int = -1  # CS: set when the cluster is complete
     weight: int = 0  # SS: its part of the keys; set when the cluster is complete
     link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
-    first_mbit: float = 0.0  # what it was before it changed for the first time; 0: it has not
+    usual_mbit: float = 0.0  # the most that it was while others were known; 0: it has not changed
     presence: Presence = Presence.PRESENT
     is_draining: bool = False  # it is to leave: an SS gets no keys, a CS of an elastic job is in no further group
     is_ready: bool = False  # its kernels are loaded and, of a CS, all its ranks have connected
@@ -558,8 +558,9 @@ class Roster:
         """Links of ``link_owners``, by member id, have these rates in Mbit/s from now on."""
         for member in self.link_owners():
             if member.id in link_mbit:
-                member.first_mbit = member.first_mbit or member.link_mbit
-                member.link_mbit = link_mbit[member.id]
+                new_mbit = link_mbit[member.id]
+                member.usual_mbit = max(member.usual_mbit, member.link_mbit, new_mbit)
+                member.link_mbit = new_mbit
 
     def link_rates(self) -> list[float]:
         """The configured rates in Mbit/s, CPU machines first, then GPU machines; 0: to be measured."""

@@ -138,6 +138,72 @@ def test_a_scheduler_that_was_started_again_probes_what_was_slow_before() -> Non
     assert job.over_optimum < 1.05
 
 
+def rates_of(job: Traffic) -> list[float]:
+    return [member.link_mbit for member in job.cluster.core.job.roster.link_owners()]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "low"),
+    [(4, 0, {1: 0.3}), (4, 2, {0: 0.3, 5: 0.2}), (8, 0, {3: 0.02}), (8, 0, dict.fromkeys(range(0, 8, 2), 0.05))],
+)
+def test_a_link_that_was_measured_too_low_at_the_start_gets_its_share(n: int, k: int, low: dict[int, float]) -> None:
+    measured = [MBIT * low.get(machine, 1.0) for machine in range(k + n)]
+    job = Traffic(random.Random(0), n, k, measured=measured)
+    probes = 4 * sum(rate < MBIT for rate in rates_of(job))
+    assert job.over_optimum > 1.05
+    job.run(90.0)
+    assert f"carries {MBIT:.0f} Mbit/s instead of" in job.epochs[-1][1]
+    assert job.over_optimum == 1.0
+    assert all(rate == MBIT for rate in rates_of(job))
+    assert job.probes <= 3 * probes
+    job.rates[-1] = MBIT / 2  # it is watched as any other
+    job.run(NOTICED_S)
+    assert job.over_optimum < 1.08
+    job.rates[-1] = MBIT
+    job.run(2 * NOTICED_S)
+    assert job.over_optimum < 1.08
+
+
+def test_a_link_that_was_measured_right_is_probed_a_few_times_only_and_watched_as_the_others() -> None:
+    measured = [MBIT, 0.75 * MBIT, MBIT, MBIT]
+    job = Traffic(random.Random(0), 4, 0, measured=measured)
+    job.rates, known = list(measured), rates_of(job)
+    job.run(900.0)
+    assert (job.epochs, rates_of(job), job.probes) == ([], known, 8)
+    job.rates[1] = MBIT / 2
+    job.run(NOTICED_S)
+    assert (len(job.epochs), job.over_optimum < 1.08) == (1, True)
+    job.rates[1] = 0.75 * MBIT
+    job.run(RESTORED_S)
+    assert (len(job.epochs), job.over_optimum < 1.15) == (2, True)
+
+
+def test_a_link_that_becomes_slower_while_its_measurement_is_in_doubt_comes_back_to_it() -> None:
+    job = Traffic(random.Random(0), 4, 0, measured=[MBIT, 0.75 * MBIT, MBIT, MBIT])
+    job.rates[1] = 0.75 * MBIT
+    job.run(12.0)
+    job.rates[1] = MBIT / 2
+    job.run(NOTICED_S)
+    assert (len(job.epochs), job.over_optimum < 1.08) == (1, True)
+    job.rates[1] = 0.75 * MBIT
+    job.run(5 * NOTICED_S)
+    assert (len(job.epochs), job.over_optimum < 1.08) == (2, True)
+
+
+@pytest.mark.parametrize(("n", "k", "machines"), [(4, 2, [0]), (4, 2, [0, 1]), (8, 0, [5])])
+def test_a_link_that_looks_slow_and_is_not_is_probed_and_keeps_its_share(n: int, k: int, machines: list[int]) -> None:
+    job = traffic(n, k)
+    job.lingering = dict.fromkeys(machines, 2.0)
+    job.run(100.0)
+    assert not job.epochs
+    assert len(machines) <= job.probes <= 6 * len(machines)  # each time after twice as long
+    job.lingering = {}
+    job.run(300.0)
+    job.rates[machines[0]] = MBIT / 2
+    job.run(NOTICED_S)
+    assert (len(job.epochs), job.over_optimum < 1.08) == (1, True)
+
+
 def test_an_answer_to_no_probe_changes_nothing() -> None:
     watch = RateWatch()
     watch.set_rates({0: MBIT, 1: MBIT}, 0.0)

@@ -27,18 +27,21 @@ class Traffic:
 
     ``compute_s``: from a sum to the next; ``mbytes``: of gradients; ``unread``: machines whose programs read slowly;
     ``bursts``: what a probe shows of a link's rate, at least and at most: others use the links as well; ``answering``:
-    the rate in Mbit/s at which the services of the CPU machines answer, if it is below that of the link.
+    the rate in Mbit/s at which the services of the CPU machines answer, if it is below that of the link; ``lingering``:
+    machines whose transfers are on their way so many times longer than their links need, since they send a little again
+    and again. ``cluster``: as for ``running``.
     """
 
     def __init__(
-        self, rng: random.Random, n: int, k: int, compute_s: float = 0.0, mbytes: float = 160.0, **config: object
+        self, rng: random.Random, n: int, k: int, compute_s: float = 0.0, mbytes: float = 160.0, **cluster: object
     ) -> None:
         self._rng, self.n, self.k = rng, n, k
-        self.cluster, self._workers, servers = running(n, k, **config)
+        self.cluster, self._workers, servers = running(n, k, **cluster)
         self._cpu, self._gpu = servers[:k], servers[k:]
         self.rates = [MBIT] * (k + n)
         self.unread = [False] * (k + n)
         self.answering = [float("inf")] * k
+        self.lingering: dict[int, float] = {}
         self.bursts = 0.8, 1.03
         self.every_s = EVERY_S  # services report
         self.probes = 0  # so far
@@ -127,7 +130,8 @@ class Traffic:
 
         def usage(peer: int, source: int, target: int, mbit: float) -> pb.LinkUsage:
             scatter = self._rng.uniform(1 - _NOISE, 1 + _NOISE)
-            took_s = min(busy_s, times[source, target] * sums * scatter)
+            longer = max(self.lingering.get(source, 1.0), self.lingering.get(target, 1.0))
+            took_s = min(longer * busy_s, longer * times[source, target] * sums * scatter)
             unread_s = 0.9 * took_s if self.unread[target] else 0.0
             return pb.LinkUsage(peer=peer, bytes=int(mbit * sums * 125_000), busy_s=took_s, unread_s=unread_s)
 
