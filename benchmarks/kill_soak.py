@@ -5,7 +5,9 @@
 Jobs of benchmarks/goodput (a small GPT, 8 ranks on 4 emulated machines, 2 CPU machines; copies of the whole model, or
 PP 2 x TP 2 x DP 2), with short steps, one after another. In each job, SIGKILL goes to ranks, communication services,
 summation servers, the scheduler and whole machines, each as often as the others. A kill comes some steps after the one
-before; or, of a share of them, within a second, while the job still recovers.
+before; or, of a share of them, within a second, while the job still recovers. Only the loss of all copies of the
+optimizer's states together with ranks, which ends a run, does not happen: there are two copies, and servers with both
+are not killed at once.
 
 Each job's weights are compared with those of the same job without kills, which is made first. A job has also failed if
 a sample was left out or used twice, if a step before the one under way was made again, or if it stands still. Other
@@ -45,6 +47,7 @@ _MOST_STEPS = 4  # between two kills
 _WITHIN_STEP_S = 0.3  # a kill comes at any time of a step
 _SLACK_STEPS = 3  # … that it takes until it comes
 _OVERLAP_S = 1.0
+_SERVER = "summation server"  # it has copies, which are made again within the most steps
 _LAST = 4  # steps without kills, at the end
 
 
@@ -57,14 +60,20 @@ class NextKill:
     delay_s: float
 
 
-def plan(rng: random.Random, kills: int, of: Sequence[str], overlapping: float) -> Iterator[NextKill]:
-    """Of one job. ``overlapping``: the share of kills that come while the job recovers from the one before."""
-    kind = kinds(rng, of)
-    for number in range(kills):
-        if number and rng.random() < overlapping:
-            yield NextKill(next(kind), 0, rng.uniform(0, _OVERLAP_S))
+def plan(rng: random.Random, kills: int, of: Sequence[str], overlapping: float, copies: int) -> Iterator[NextKill]:
+    """Of one job. ``overlapping``: the share of kills that come while the job recovers from the one before.
+    ``copies``: of the optimizer's states. Servers with all of them are never killed together, or with a rank."""
+    kind, together = kinds(rng, of), list[str]()
+    for _ in range(kills):
+        one = next(kind)
+        is_held = [*together, one].count(_SERVER) < copies
+        if together and is_held and rng.random() < overlapping:
+            together.append(one)
+            yield NextKill(one, 0, rng.uniform(0, _OVERLAP_S))
         else:
-            yield NextKill(next(kind), rng.randint(1, _MOST_STEPS), rng.uniform(0, _WITHIN_STEP_S))
+            steps = _MOST_STEPS if _SERVER in together else rng.randint(1, _MOST_STEPS)
+            together = [one]
+            yield NextKill(one, steps, rng.uniform(0, _WITHIN_STEP_S))
 
 
 def steps_for(kills: int) -> int:
@@ -86,17 +95,18 @@ def faults_of(outcome: Outcome, calm: Outcome) -> list[str]:
 
 
 class SoakJob:
-    """One job, which ``command`` starts."""
+    """One job, which ``command`` starts. ``copies``: of the optimizer's states."""
 
-    def __init__(self, command: Sequence[str], task: Task) -> None:
+    def __init__(self, command: Sequence[str], task: Task, copies: int) -> None:
         self._command, self._task = command, task
+        self._environment = {**environment(), "BYTEPS_SHADOW_COPIES": str(copies)}
         self._notes, self.kills, self.folder = Notes(task), list[Kill](), Path(task.folder)
         self._latest_s, self._made = time.monotonic(), 0
 
     def run(self, rng: random.Random, planned: Iterator[NextKill]) -> Outcome:
         """To its end. Raises UnforeseenError if it fails or stands still."""
         self.folder.mkdir(parents=True)
-        job = Launcher(self._command, environment(), f"kill-soak-{os.getpid()}-{time.monotonic_ns()}")
+        job = Launcher(self._command, self._environment, f"kill-soak-{os.getpid()}-{time.monotonic_ns()}")
         try:
             made = 1  # of all ranks: no step can be gone back to before
             for each in planned:
@@ -152,7 +162,7 @@ class Soak:
         rng = random.Random(f"{options.seed} {name}")
         job, began_s = self._job(str(self._jobs)), time.monotonic()
         try:
-            planned = plan(rng, options.kills_per_job, options.kinds, options.overlapping)
+            planned = plan(rng, options.kills_per_job, options.kinds, options.overlapping, options.copies)
             outcome = job.run(rng, planned)
             faults, wall_s = faults_of(outcome, self._calm), outcome.wall_s
             to_next_s = statistics.median(outcome.to_next_step_s())
@@ -173,7 +183,7 @@ class Soak:
     def _job(self, name: str) -> SoakJob:
         place, folder = self._place, self._folder / name
         task = Task(str(folder), place.ranks, self._contender.copies(place), self._steps, self._options.compute_s)
-        return SoakJob(self._contender.command(place, task), task)
+        return SoakJob(self._contender.command(place, task), task, self._options.copies)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -200,6 +210,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="taken in turn")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is killed")
     parser.add_argument("--overlapping", type=float, default=0.2, help="share of kills while the job still recovers")
+    parser.add_argument("--copies", type=int, default=2, help="of the optimizer's states: BYTEPS_SHADOW_COPIES")
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2, help="on each machine")
     parser.add_argument("--servers", type=int, default=2, help="CPU machines")

@@ -53,12 +53,23 @@ def test_what_a_failure_is(steps: list[tuple[int, int]], weights: str, faults: l
 
 
 def test_a_plan_has_each_kind_as_often_and_some_kills_while_the_job_recovers() -> None:
-    planned = list(plan(random.Random(1), 500, KINDS, overlapping=0.2))
+    planned = list(plan(random.Random(1), 500, KINDS, overlapping=0.2, copies=2))
     assert Counter(each.kind for each in planned) == dict.fromkeys(KINDS, 100)
     assert planned[0].steps > 0
     assert 60 < sum(not each.steps for each in planned) < 140
     assert sum(each.steps for each in planned) < steps_for(500)
-    assert planned == list(plan(random.Random(1), 500, KINDS, overlapping=0.2))
+    assert planned == list(plan(random.Random(1), 500, KINDS, overlapping=0.2, copies=2))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_servers_with_all_copies_are_not_killed_together(copies: int) -> None:
+    at_once: list[list[str]] = []
+    for each in plan(random.Random(1), 500, KINDS, 0.5, copies):
+        if each.steps:
+            at_once.append([])
+        at_once[-1].append(each.kind)
+    most = max(kinds.count("summation server") for kinds in at_once if len(kinds) > 1)
+    assert most == copies - 1
 
 
 def test_the_last_line_counts_kills_and_names_jobs_that_failed() -> None:
