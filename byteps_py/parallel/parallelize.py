@@ -30,8 +30,6 @@ from byteps_py.parallel.pipe.buffers import SavedBuffer, saved_buffers
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives.group_history import history_of
 from byteps_py.torch.compression import Compression, CompressionArgument, compression_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.restore import restore
@@ -154,9 +152,6 @@ def parallelize_model(
     if is_hosted:
         how = MeshHosting(options.hosted, options.shadow, options.micro_batches, options.compression)
         own = hosted_optimizer(own, module, mesh, how)
-        history = history_of(contexts.current())
-        if history is not None and isinstance(module, Pipeline) and module.is_torchs:
-            history.refuse(f"{options.schedule} is torch's schedule, whose first step draws other random numbers")
     averages = None
     if is_beside and not is_hosted:
         averages = CompressedAverages(module, copies, options.compression, options.micro_batches)
@@ -176,8 +171,8 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
     if options.is_hosted and options.data != "ddp":
         asked = "shadow=True" if options.hosted is False else f"hosted={options.hosted!r}"
         raise UsageError(
-            f"{asked} does not go together with data={options.data!r}, which keeps states on the "
-            "ranks: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
+            f"{asked} does not go together with data={options.data!r}, which keeps states on the ranks, and no copies "
+            "of them: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
         )
     if options.is_compressed and options.data in ("zero1", "hsdp"):
         raise UsageError(
@@ -455,7 +450,8 @@ class _MeanLoss:
         self._weight = 0.0  # of a micro-batch's sum in its backward pass: copies / expected
         self._expected = 0.0
         self._is_agreed = False  # that all copies have this number
-        self._sums = torch.zeros(2, device="cpu")  # of the losses, and of their weights
+        self._own: list[torch.Tensor] = []  # of each call: (sum, count)
+        self._device = torch.device("cpu")
 
     def begin_anew(self) -> None:
         """A copy was started again, and does not know what the others have agreed on."""
@@ -471,22 +467,27 @@ class _MeanLoss:
             # Copies that were not started again know the number of the first batch.
             self._expected, self._is_agreed = known / holders if holders else found, True
             self._weight = dist.get_world_size(self._copies) / self._expected
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._own, self._device = [], device
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of a micro-batch, for its backward pass."""
         found = self._function(output, target)
         total, count = found if isinstance(found, tuple) else (found, 1)
-        own = torch.stack([torch.as_tensor(one, device=self._sums.device).detach().double() for one in (total, count)])
-        self._sums += own
+        own = [torch.as_tensor(one, device=self._device).detach().double() for one in (total, count)]
+        self._own.append(torch.stack(own))
         return total * (self._weight * self._parts)
 
     def take(self, multiply: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """After the passes: the mean. ``multiply``: gradients, by a factor that makes them its own. All ranks call
         it."""
+        # torch's schedules call it once more before their first step, with values that mean nothing.
+        of_parts = self._own[-self._parts :] if len(self._groups) > 1 else self._own
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for own in of_parts:
+            sums += own
         for group in self._groups:
-            dist.all_reduce(self._sums, group=group)
-        total, count = self._sums
+            dist.all_reduce(sums, group=group)
+        total, count = sums
         share = torch.where(count > 0, 1 / count.clamp(min=1e-300), 0.0)  # nothing counts: no gradients
         multiply(share * self._expected)
         mean: torch.Tensor = total * share

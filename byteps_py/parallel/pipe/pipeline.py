@@ -121,7 +121,7 @@ class Pipeline:
         self._torch: TorchSchedule | None = None
         self._computed = ComputedInputs()
         if plan.is_torchs:
-            self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
+            self._torch = self._new_torch_schedule()
         self._float32_gradients = float32_gradients
         self._stale: StaleSteps | None = None
         if plan.program.rule is not WeightRule.SYNCHRONOUS:
@@ -273,11 +273,6 @@ class Pipeline:
         return self._plan.program
 
     @property
-    def is_torchs(self) -> bool:
-        """torch carries out the schedule."""
-        return self._torch is not None
-
-    @property
     def group(self) -> dist.ProcessGroup:
         """All workers of all data-parallel copies."""
         return self._all
@@ -424,9 +419,14 @@ class Pipeline:
     def begin_anew(self) -> None:
         """After the loss of a rank: workers have sent each other nothing yet. All ranks call it, or make a pipeline."""
         self._runner = self._new_runner()
+        if self._torch is not None:
+            self._torch = self._new_torch_schedule()  # all find the shapes again
         self._computed = ComputedInputs()
         for replicas in [*self._replicas.values(), *self._tied]:
             replicas.begin_anew()
+
+    def _new_torch_schedule(self) -> TorchSchedule:
+        return TorchSchedule(self._plan.program, self.stages, self._device, self._workers)
 
     def _new_runner(self) -> ProgramRunner:
         stages = {}

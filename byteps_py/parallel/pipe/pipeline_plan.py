@@ -353,9 +353,8 @@ def _forget_next_call(module: nn.Module, device: torch.device) -> tuple[Removabl
 
     def end(*_: Any) -> None:
         last.remove()
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(kept[name])
+        for name, buffer in module.named_buffers():
+            buffer.data.copy_(kept[name])  # torch makes a backward pass yet: so no change that tensors count
         fork.__exit__(None, None, None)
 
     first, last = module.register_forward_pre_hook(begin), module.register_forward_hook(end)
