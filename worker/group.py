@@ -164,7 +164,8 @@ class Group:
         """Let its ranks in, and other machines ask. The caller knows this group by now."""
         topology, peers = self.topology, self._services.peers
         if peers is not None:  # now that they can be answered: other machines may have asked already
-            peers.open(topology, self._services.machine_lost)
+            rdma = self.network.rdma if self.network is not None else None
+            peers.open(topology, self._services.machine_lost, rdma)
         self._services.rank_server.open(self.requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
@@ -208,10 +209,10 @@ class Group:
         self.close_logs()
         self.requests.close()
         self.requests.memory.release()
-        if self.network is not None:
-            self.network.close()
         if self._services.peers is not None:
             self._services.peers.leave()
+        if self.network is not None:
+            self.network.close()
 
     def close_logs(self) -> None:
         """Write what is left of them."""

@@ -185,10 +185,10 @@ class CommunicationService:
         if self._probe is not None:
             self._probe.close()
         self._bursts.close()
-        if self._group is not None and self._group.network is not None:
-            self._group.network.close()
         if self._peers is not None:
             self._peers.close()
+        if self._group is not None and self._group.network is not None:
+            self._group.network.close()
         self._loop.close()
 
     # ---- the scheduler ---------------------------------------------------------------------------------

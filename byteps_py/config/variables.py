@@ -255,7 +255,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("secret_file", ("BYTEPS_SECRET_FILE",), str, "file that holds the cluster secret"),
     Variable("local_secret", ("BYTEPS_LOCAL_SECRET",), str, "secret of a job on loopback, against other users of this machine; set by bpslaunch -np"),
     Variable("encrypt", ("BYTEPS_ENCRYPT",), bool, "encrypt tensors between machines, which are otherwise only authenticated; needs a cluster secret"),
-    Variable("enable_rdma", ("DMLC_ENABLE_RDMA",), str, "partitions of tensors travel between communication services and summation servers of different machines by RDMA; 1 and ibverbs are the same", choices=("0", "1", "ibverbs"), detail="See [RDMA](../howto/several-machines.md#rdma)."),
+    Variable("enable_rdma", ("DMLC_ENABLE_RDMA",), str, "large payloads travel between machines by RDMA: those of communication services, summation servers and ranks; 1 and ibverbs are the same", choices=("0", "1", "ibverbs"), detail="See [RDMA](../howto/several-machines.md#rdma)."),
     Variable("rdma_transports", ("BYTEPS_RDMA_TRANSPORTS",), str, "transports of UCX that may stand in for RDMA, for tests, as in tcp,sm; default: none, only those of RDMA cards"),
     Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: what the slowest link carries in a few ms", low=4096, high=1 << 30),
     Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link in each direction, Mbit/s; 0: measured when the cluster starts", low=0, high=_FAR),

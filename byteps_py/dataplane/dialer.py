@@ -410,7 +410,7 @@ class _DialersEnd(PlacedEnd):
     """Of one connection of a Dialer."""
 
     def __init__(self, dialer: Dialer) -> None:
-        self._dialer = dialer
+        self._dialer, self.loop = dialer, dialer._loop
 
     def say(self, kind: Kind, payload: bytes) -> None:
         self._dialer.say(kind, payload)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -28,10 +29,12 @@ from typing import TYPE_CHECKING
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.seal import (
     KEY_BYTES,
+    Data,
     Digester,
     Protection,
     Seal,
     StreamSeal,
+    new_digest_check,
     new_digester,
     new_seal,
     new_stream_seal,
@@ -76,6 +79,15 @@ def _derive(salt: bytes, material: bytes, what_for: bytes) -> bytes:
 def _digest_key(membership_key: bytes, listener_public: bytes) -> bytes:
     """The key of one listener's Digester. Each process has its own, because its public key is fresh."""
     return _derive(listener_public, _proof_key(membership_key), b"digests")
+
+
+def payload_digests(settings: Settings, salt: bytes) -> tuple[Digester, Callable[[bytes, Data], bool]]:
+    """What makes digests of payloads that other members read by RDMA, and what checks them. ``salt``: fresh, of the
+    process that makes them: its key is its own."""
+    protection, key = protection_of(settings), b""
+    if protection is not Protection.OPEN:
+        key = _derive(salt, _proof_key(auth.membership_key(settings)), b"placed payloads")
+    return new_digester(protection, key), new_digest_check(protection, key)
 
 
 def bound_to(address: str, rail: int) -> str:

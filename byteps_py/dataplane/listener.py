@@ -31,7 +31,7 @@ from byteps_py.dataplane.dialer import silence_options
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake, bound_to
 from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.long_links import tune_descriptor
-from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages
+from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages, PlacedTracker
 from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
@@ -104,7 +104,7 @@ class RemotePeer(Peer):
         self.damaged = 0  # messages in a row
         self.placed: PlacedMessages | None = None  # by RDMA
 
-    def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | None:
+    def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | PlacedTracker | None:
         """Like ``answer``, from memory that may change once the tracker is done. None: the peer has disconnected."""
         return self._network.send_tracked(self, reply(header, Kind.ANSWER), view)
 
@@ -157,7 +157,10 @@ class DataListener:
         # Probes wait until this process has loaded its kernels: else they would measure the processor, not the link.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
+        self.loop: EventLoop
         self._lane: RdmaLane | None = None
+        self._awaits_lane = False
+        self._asked_early: list[tuple[RemotePeer, Header, bytes]] = []  # what they told of their memory
         self._without_rdma: set[int] = set()  # machines of which the log has said so
         #: Of rail 0.
         self.address = ""
@@ -215,11 +218,28 @@ class DataListener:
             self.socket.setsockopt(option, value)
 
     def use_rdma(self, lane: RdmaLane) -> None:
-        """Payloads to and from callers that want it travel by RDMA. Called before ``attach``."""
-        self._lane = lane
+        """Payloads to and from callers that want it travel by RDMA. Called before ``attach``, or after
+        ``await_rdma``."""
+        self._lane, self._awaits_lane = lane, False
+        asked, self._asked_early = self._asked_early, []
+        for peer, header, description in asked:
+            if peer.identity in self._peers:
+                try:
+                    self._hear_of_memory(peer, header, description)
+                except ProtocolError as error:
+                    self._traffic.turned_away(f"machine {peer.machine}", error)
+
+    def await_rdma(self) -> None:
+        """``use_rdma`` follows: a caller that wants RDMA waits until then. Connections that had it are made again."""
+        for peer in self._by_rail.values():
+            if peer.placed is not None and peer.identity in self._peers and peer.descriptor >= 0:
+                self._cut(peer, peer.descriptor)
+            _end_rdma(peer)
+        self._lane, self._awaits_lane = None, True
 
     def attach(self, loop: EventLoop) -> None:
         """Let ``loop`` read the sockets. Its thread owns this object."""
+        self.loop = loop
         loop.add_reader(self.socket, self.on_readable)
         loop.add_reader(self.monitor, self.on_monitor)
         self._authenticator.attach(loop)
@@ -341,6 +361,9 @@ class DataListener:
 
     def _hear_of_memory(self, peer: RemotePeer, header: Header, description: bytes) -> None:
         """A peer tells what may be read there, and gets to know the same of this process. Raises ProtocolError."""
+        if self._awaits_lane:
+            self._asked_early.append((peer, header, description))
+            return
         if self._lane is None:
             self.send(peer, Header(Kind.MEMORY, peer.machine).pack(), zmq.Frame())
             return
@@ -365,14 +388,18 @@ class DataListener:
 
     def _expel(self, peer: RemotePeer, fd: int) -> None:
         """End the connection of a peer, which can make a new one."""
+        self._cut(peer, fd)
+        self._gone(peer)
+
+    def _cut(self, peer: RemotePeer, fd: int) -> None:
         del self._peers[peer.identity]
         self._departed.append(peer.identity)
         self.on_monitor()  # later events of this descriptor are about this connection
         self._strangers.expel(fd)
-        self._gone(peer)
 
     def _gone(self, peer: RemotePeer) -> None:
         _end_rdma(peer)
+        self._asked_early = [asked for asked in self._asked_early if asked[0] is not peer]
         self._on_gone(peer)
 
     def end(self, peer: RemotePeer, why: str) -> None:
@@ -502,8 +529,18 @@ class DataListener:
             return False
         return True
 
-    def send_tracked(self, peer: RemotePeer, header: bytes, payload: memoryview) -> zmq.MessageTracker | None:
+    def send_tracked(
+        self, peer: RemotePeer, header: bytes, payload: memoryview
+    ) -> zmq.MessageTracker | PlacedTracker | None:
         """Send ``payload`` without copying it; the tracker says when it may change. None: the peer has disconnected."""
+        if peer.placed is not None and (placed := peer.placed.place(peer.sealing, header, payload)) is not None:
+            tracker = PlacedTracker(peer.placed, peer.sealing.number - 1)
+            if not self._address_to(peer.identity):
+                return None
+            self._traffic.bytes_sent += len(payload)
+            self.socket.send(placed[0], _NOW_MORE)
+            self.socket.send(placed[1], _NOW)
+            return tracker
         if not self._address_to(peer.identity):
             return None
         sealed, shown = peer.sealing.seal(header, payload)
@@ -534,6 +571,7 @@ class _ListenersEnd(PlacedEnd):
 
     def __init__(self, listener: DataListener, peer: RemotePeer) -> None:
         self._listener, self._peer = listener, peer
+        self.loop = listener.loop
 
     def say(self, kind: Kind, payload: bytes) -> None:
         self._listener.send(self._peer, Header(kind, self._peer.machine).pack(), zmq.Frame(payload))

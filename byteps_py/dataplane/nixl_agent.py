@@ -16,19 +16,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.rdma_lane import RdmaLane
+from byteps_py.dataplane.rdma_lane import Poster, RdmaLane
 from byteps_py.errors import ConfigurationError, PeerLostError
-from byteps_py.system.loop import EventLoop
 from byteps_py.system.rdma_devices import REMEDY, check_rdma, devices, library
 
 #: UCX's name for all transports of RDMA cards.
 _HARDWARE = "ib"
 
 
-def open_rdma_lane(settings: Settings, loop: EventLoop) -> RdmaLane | None:
+def open_rdma_lane(settings: Settings, loop: Poster) -> RdmaLane | None:
     """The lane of this process; None: tensors travel over TCP. Raises ConfigurationError."""
-    if not settings.rdma:
-        return None
+    return new_rdma_lane(settings, loop) if settings.rdma else None
+
+
+def new_rdma_lane(settings: Settings, loop: Poster) -> RdmaLane:
+    """The lane of this process, which has RDMA switched on. Raises ConfigurationError."""
     check_rdma(settings)
     return RdmaLane(NixlAgent(settings.rdma_transports), loop, settings.patience_s)
 

@@ -25,6 +25,7 @@ import zmq
 from byteps_py.dataplane.rdma_lane import MemoryRead, RdmaLane
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import CommunicationError, ProtocolError
+from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import Header, Kind
 
 #: Reads that one other end may ask for at the same time. Its credit allows far fewer.
@@ -34,6 +35,8 @@ _OWN = frozenset((Kind.MEMORY, Kind.PLACED, Kind.PLACED_READ))
 
 class PlacedEnd(ABC):
     """The end of a connection that has PlacedMessages."""
+
+    loop: EventLoop
 
     @abstractmethod
     def say(self, kind: Kind, payload: bytes) -> None:
@@ -66,6 +69,18 @@ class _Waiting:
     sealed: bytes = b""
     read: MemoryRead | None = None
     is_read: bool = False
+
+
+class PlacedTracker:
+    """Like ZeroMQ's MessageTracker."""
+
+    def __init__(self, placed: PlacedMessages, number: int) -> None:
+        self._placed, self._number = placed, number
+
+    @property
+    def done(self) -> bool:
+        """True once the payload is read, or never will be: its memory may change."""
+        return not self._placed.holds(self._number)
 
 
 class PlacedMessages:
@@ -110,6 +125,10 @@ class PlacedMessages:
         self._lane.hold(1)
         self.was_tried = True
         return sealed, bytes(shown)
+
+    def holds(self, number: int) -> bool:
+        """True while the other end is to read the payload of message ``number``."""
+        return number in self._held
 
     # ---- in ------------------------------------------------------------------------------------------------------
 
@@ -164,8 +183,8 @@ class PlacedMessages:
             )
         one = _Waiting(self._opening.number - 1, header, zmq.Frame(), sealed)
         if all(each.is_read for each in self._waiting):
-            self._moved_s = self._lane.loop.time()
-            self._lane.loop.call_later(self._lane.patience_s, self._check)
+            self._moved_s = self._end.loop.time()
+            self._end.loop.call_later(self._lane.patience_s, self._check)
         self._waiting.append(one)
         self.was_tried = True
         one.read = self._lane.read(self._name, header.segment_offset, header.length, lambda why: self._ended(one, why))
@@ -177,7 +196,7 @@ class PlacedMessages:
             self._end.broken(why)
             return
         self.has_worked = True
-        self._moved_s = self._lane.loop.time()
+        self._moved_s = self._end.loop.time()
         one.payload = zmq.Frame(one.read.memory.data, copy=False)
         one.read, one.is_read = None, True
         self._end.say(Kind.PLACED_READ, struct.pack("<Q", one.number))
@@ -198,9 +217,9 @@ class PlacedMessages:
         """Every read has a deadline: nothing has ended for so long."""
         if self._is_closed or all(each.is_read for each in self._waiting):
             return
-        left_s = self._moved_s + self._lane.patience_s - self._lane.loop.time()
+        left_s = self._moved_s + self._lane.patience_s - self._end.loop.time()
         if left_s > 0:
-            self._lane.loop.call_later(left_s, self._check)
+            self._end.loop.call_later(left_s, self._check)
         else:
             self._end.broken(f"no read by RDMA has ended for {self._lane.patience_s:.3g} s")
 

@@ -7,7 +7,8 @@ An agent can only be polled. While nothing is under way, the polling thread wait
 Memory is registered by segments, once: the arenas that are watched, and the pool in which what is read arrives. A block
 of the pool is free again when the last user of its array is gone.
 
-Knows nothing of messages (placed_messages.py). The loop's thread owns a lane; a lock keeps its two threads apart at the
+Knows nothing of messages (placed_messages.py, between services; session/peers/placed_payloads.py, between ranks). The
+loop's thread owns a lane, in a rank the thread that receives; a lock keeps its two threads apart at the
 agent, which is not thread-safe.
 """
 
@@ -27,7 +28,6 @@ import numpy.typing as npt
 
 from byteps_py.errors import CommunicationError, PeerLostError
 from byteps_py.system.log import logger
-from byteps_py.system.loop import EventLoop
 from byteps_py.system.shm import Arena, Block
 
 #: Payloads of fewer bytes travel over the connection: a read costs what TCP takes for some 600 KB (measured).
@@ -84,19 +84,26 @@ class MemoryRead:
     taken_back_s: float = 0.0  # when; 0: somebody waits for it
 
 
+class Poster(Protocol):
+    """The thread that owns a lane."""
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have it call ``work``. Any thread."""
+
+
 class RdmaLane:
     """The memory of one process that others may read, and its reads of theirs. ``patience_s``: how long no read of
     another process may end before it counts as lost."""
 
-    def __init__(self, agent: RdmaAgent, loop: EventLoop, patience_s: float, arena: type[Arena] = Arena) -> None:
+    def __init__(self, agent: RdmaAgent, loop: Poster, patience_s: float, arena: type[Arena] = Arena) -> None:
         self._agent = agent
-        self.loop = loop
+        self._loop = loop
         self.patience_s = patience_s
         self.least_bytes = LEAST_BYTES if agent.is_hardware else _LEAST_EMULATED_BYTES
         self.bytes_read = 0
         self._lock = threading.Lock()  # for the agent
         self._pool = arena()
-        self._watched: dict[Arena, int] = {self._pool: 0}  # and how many of its segments are registered
+        self._watched: dict[Arena, set[int]] = {self._pool: set()}  # and which of its segments are registered
         self._ranges: list[tuple[int, int]] = []  # addresses that are registered, in order
         self._mapped: list[object] = []  # keeps what is registered mapped
         self._freed: collections.deque[Block] = collections.deque()  # any thread appends
@@ -116,30 +123,33 @@ class RdmaLane:
     # ---- memory that others read ---------------------------------------------------------------------------------
 
     def watch(self, arena: Arena) -> None:
-        """Others may read the segments of ``arena``: those that there are, and those that it makes later."""
-        self._watched[arena] = 0
+        """Others may read the segments of ``arena``: those that there are, and those that it makes later. A segment is
+        registered when something in it is to be read."""
+        self._watched.setdefault(arena, set())
 
     def address_of(self, payload: bytes | bytearray | memoryview) -> int | None:
         """Where others can read ``payload``; None: it lies in no memory that they may read."""
         address: int = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
         end = address + len(payload)
-        return address if self._has(address, end) or (self._register() and self._has(address, end)) else None
+        return address if self._has(address, end) or self._register(address, end) else None
 
     def _has(self, start: int, end: int) -> bool:
         at = bisect.bisect_right(self._ranges, (start, end)) - 1
         candidates = self._ranges[max(0, at) : at + 2]
         return any(first <= start and end <= last for first, last in candidates)
 
-    def _register(self) -> bool:
-        """Register new segments. False if there are none. Raises ConfigurationError."""
-        new = [(arena, segment) for arena, count in self._watched.items() for segment in arena.segments[count:]]
-        for arena, segment in new:
-            with self._lock:
-                self._agent.register(segment.address, segment.nbytes)
-            self._watched[arena] += 1
-            self._mapped.append(segment.view)
-            bisect.insort(self._ranges, (segment.address, segment.address + segment.nbytes))
-        return bool(new)
+    def _register(self, start: int, end: int) -> bool:
+        """Register the segment that has these addresses. False if there is none. Raises ConfigurationError."""
+        for arena, registered in self._watched.items():
+            for number, segment in enumerate(arena.segments):
+                if segment.address <= start and end <= segment.address + segment.nbytes and number not in registered:
+                    with self._lock:
+                        self._agent.register(segment.address, segment.nbytes)
+                    registered.add(number)
+                    self._mapped.append(segment.view)
+                    bisect.insort(self._ranges, (segment.address, segment.address + segment.nbytes))
+                    return True
+        return False
 
     @property
     def segments(self) -> int:
@@ -148,7 +158,6 @@ class RdmaLane:
 
     def describe(self) -> bytes:
         """What another process needs in order to read here."""
-        self._register()
         with self._lock:
             return self._agent.name.encode() + b"\0" + self._agent.describe()
 
@@ -198,7 +207,8 @@ class RdmaLane:
         while self._freed:
             self._pool.free(self._freed.popleft())
         block = self._pool.allocate(nbytes)
-        self._register()
+        if not self._has(block.address, block.address + nbytes):
+            self._register(block.address, block.address + nbytes)
         array = np.frombuffer(self._pool.segments[block.segment].view, np.uint8, nbytes, block.offset)
         weakref.finalize(array, self._freed.append, block).atexit = False
         return array
@@ -217,7 +227,7 @@ class RdmaLane:
             self._poll_until_closed()
         except Exception as error:  # of the library: the service ends with it
             self._failure = error
-            self.loop.post(self._raise)
+            self._loop.post(self._raise)
 
     def _raise(self) -> None:
         if self._failure is not None:
@@ -233,7 +243,7 @@ class RdmaLane:
                 ended = self._look()
             if ended:
                 self._ended.extend(ended)
-                self.loop.post(self._tell_ended)
+                self._loop.post(self._tell_ended)
             # A card needs nobody here: connections are all that has to be looked after.
             time.sleep(_PAUSE_S if self._reads or not self._agent.is_hardware else 20 * _PAUSE_S)
 

@@ -254,6 +254,25 @@ def new_digester(protection: Protection, key: bytes) -> Digester:
     return sign
 
 
+def new_digest_check(protection: Protection, key: bytes) -> Callable[[bytes, Data], bool]:
+    """Says whether a digest is that of a payload, by the Digester of this ``key``."""
+    if protection is Protection.OPEN:
+        return lambda digest, payload: bool(xxhash.xxh3_64_digest(payload) == digest)
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    cipher = AESGCM(key)
+
+    def check(digest: bytes, payload: Data) -> bool:
+        try:
+            cipher.decrypt(_of_digest(digest[:_COUNT_BYTES]), digest[_COUNT_BYTES:], payload)
+        except InvalidTag:
+            return False
+        return len(digest) == _DIGEST_BYTES
+
+    return check
+
+
 #: The most bytes in the body of a frame.
 FRAME_BYTES = 256 << 10
 _FIELDS = struct.Struct("<IQQI")

@@ -37,6 +37,30 @@ def test_sums_by_rdma(more: dict[str, str]) -> None:
 
 
 @needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "direct"),
+    [("1", "1"), pytest.param("2", "1", marks=pytest.mark.long), ("2", "0")],
+    ids=["ranks", "ranks, two on a machine", "services"],
+)
+def test_what_ranks_and_communication_services_send_to_each_other(ranks: str, direct: str) -> None:
+    """Without lent servers. Without connections of ranks, everything goes from service to service."""
+    options = ["-np", ranks, "--machines", "2", "--servers", "0"]
+    more = {"BYTEPS_DIRECT_CONNECTIONS": direct, "BYTEPS_SECRET": "the secret of a test"}
+    done = bpslaunch(options, [ROOT / "tests" / "programs" / "ranks_by_rdma.py"], BYTEPS_LOG_LEVEL="INFO", **ON, **more)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    by_ranks = [int(nbytes) for nbytes in re.findall(r"all is right; read by RDMA: (\d+) bytes", text)]
+    by_services = [int(nbytes) for nbytes in re.findall(r"worker \d INFO: read by RDMA: (\d+) bytes", text)]
+    assert len(by_ranks) == 2 * int(ranks), text
+    if direct == "1":
+        assert min(by_ranks) >= 3 * 12_000_000, text  # what a rank receives, of each round
+    else:
+        assert not any(by_ranks)
+        assert min(by_services) >= 3 * 3 * 12_000_000, text
+
+
+@needs_nixl
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("hosted", [{}, {"TEST_HOSTED": "1"}], ids=["sums", "hosted"])

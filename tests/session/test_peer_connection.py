@@ -44,7 +44,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[ConnectedRank]]:
         yield ranks
 
 
-@pytest.fixture(params=[name for name, (_, on_machine) in LANES.items() if on_machine == 1])
+@pytest.fixture(params=[name for name, (its, near) in LANES.items() if near == 1 and not its.rdma])
 def distant_pair(request: pytest.FixtureRequest) -> Iterator[list[ConnectedRank]]:
     """On two machines: the system takes only as much as it has room for."""
     with by_lane(request.param) as ranks:

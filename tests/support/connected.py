@@ -4,6 +4,7 @@ Ranks of one machine share memory."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -12,10 +13,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.nixl_agent import new_rdma_lane
+from byteps_py.dataplane.rdma_lane import Poster, RdmaLane
 from byteps_py.errors import BytePSError, StallError
 from byteps_py.session.peers import PeerTransport
+from byteps_py.system import rdma_devices
+from support.rdma import StandInAgent
 
 WAIT_S = 30.0
+#: In the place of UCX's transports.
+STAND_IN = "self"
 SECRET = "a secret of at least sixteen characters"
 #: By protection of the connections, and by their number.
 SETTINGS = {
@@ -33,7 +40,23 @@ LANES = {
     "IPv6": (Settings(num_workers=4, node_host="::1", secret=SECRET), 1),
     "two network cards": (Settings(num_workers=4, interfaces="127.0.0.1,127.0.0.2", secret=SECRET), 1),
     "shared memory": (Settings(num_workers=4), 2),
-}
+    "RDMA, a stand-in": (Settings(num_workers=4, enable_rdma="1", rdma_transports=STAND_IN), 1),
+    "RDMA, a stand-in, signed": (
+        Settings(num_workers=4, enable_rdma="1", rdma_transports=STAND_IN, secret=SECRET, connections_per_link=2), 1,
+    ),
+    **{
+        f"RDMA, NIXL over {name}": (Settings(num_workers=4, enable_rdma="1", rdma_transports=transports), 1)
+        for name, transports in (("TCP", "tcp"), ("shared memory", "tcp,sm"))
+        if rdma_devices.library()
+    },
+}  # fmt: skip
+
+
+def new_lane(settings: Settings, poster: Poster) -> RdmaLane:
+    """As a session's, or one whose agent is a stand-in."""
+    if settings.rdma_transports == STAND_IN:
+        return RdmaLane(StandInAgent(), poster, settings.patience_s)
+    return new_rdma_lane(settings, poster)
 
 
 class ConnectedRank:
@@ -48,7 +71,8 @@ class ConnectedRank:
         self.fatal: BytePSError | None = None
         first = rank - rank % on_machine
         self.near = range(first, first + on_machine)
-        self.transport = PeerTransport(self, rank, self.near, settings, epoch)
+        lane = functools.partial(new_lane, settings) if settings.rdma else None
+        self.transport = PeerTransport(self, rank, self.near, settings, epoch, lane)
 
     def check_open(self) -> None:
         if self.fatal is not None:
@@ -100,3 +124,6 @@ def connect(ranks: list[ConnectedRank]) -> None:
             if connector is not None
         ]:
             done.result()
+    for rank in ranks:
+        far = [other for other in range(len(ranks)) if other not in rank.near]
+        rank.wait_until(lambda rank=rank, far=far: rank.transport.knows_memory(far), WAIT_S, lambda: "no MEMORY")

@@ -80,9 +80,11 @@ class Network:
         self._closed = _Bytes()
         self._usage = UsageMeter()
         self._rate = runtime.link_rate_meter(settings, runtime.loop)
-        self._rdma = runtime.rdma_lane(settings, runtime.loop)
-        if self._rdma is not None:
-            self._rdma.watch(memory.machine)
+        #: By which payloads travel to and from other machines, their communication services too; None: over TCP.
+        self.rdma = runtime.rdma_lane(settings, runtime.loop)
+        if self.rdma is not None:
+            for arena in memory.arenas:
+                self.rdma.watch(arena)
         self._gone: set[int] = set()  # services of this machine that have ended: they write no answers any more
         self.change(topology)
 
@@ -128,7 +130,7 @@ class Network:
             name, arena = server.local_address, self._memory.machine
             return self.local_link_class(self._runtime, name, self._me, self._settings, arena, on_answer, on_gone)
         return self.tcp_link_class(
-            LinkOrigin(self._context, self._runtime, self._me, self._settings, self._memory.view, self._rdma),
+            LinkOrigin(self._context, self._runtime, self._me, self._settings, self._memory.view, self.rdma),
             LinkTarget(
                 server.address,
                 group=topology.group,
@@ -238,7 +240,7 @@ class Network:
 
     def link_usage(self) -> list[pb.LinkUsage]:
         """The bytes sent to each server of another machine since the last call: see UsageMeter. By RDMA: not known."""
-        if self._rdma is not None:
+        if self.rdma is not None:
             return []
         links = ((server, each) for server, link in self._links.items() for each in link.rails)
         return self._usage.report((server, each.descriptor) for server, each in links if each.is_open)
@@ -269,8 +271,8 @@ class Network:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-        if self._rdma is not None:
-            self._rdma.close()
+        if self.rdma is not None:
+            self.rdma.close()
         if self._rate is not None:
             self._rate.close()
         self._context.term()

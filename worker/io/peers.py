@@ -14,6 +14,8 @@ import zmq
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer, RemotePeer
+from byteps_py.dataplane.placed_messages import PlacedTracker
+from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.runtime import Runtime
@@ -48,7 +50,7 @@ class _Asked:
 
 
 #: What is being sent from where it lies, and what to do when it has left; without a tracker: when all before has.
-_Leaving = tuple[zmq.MessageTracker | None, Callable[[], None] | None]
+_Leaving = tuple[zmq.MessageTracker | PlacedTracker | None, Callable[[], None] | None]
 
 
 class PeerMachines:
@@ -82,8 +84,11 @@ class PeerMachines:
             self._requested,
             self._gone,
         )
+        if settings.rdma:
+            self._listener.await_rdma()
         self._listener.attach(self._loop)
         self._context = runtime.zmq_context()
+        self._rdma: RdmaLane | None = None
         self._topology: Topology | None = None
         self._on_lost: Callable[[str, int], None] | None = None
         self._links: dict[int, TcpLink] = {}
@@ -101,10 +106,14 @@ class PeerMachines:
         """``tcp://host:port``."""
         return self._listener.address
 
-    def open(self, topology: Topology, on_lost: Callable[[str, int], None]) -> None:
-        """Ask and answer from now on. ``on_lost(sentence, machine)``: its machine can't be reached."""
+    def open(self, topology: Topology, on_lost: Callable[[str, int], None], rdma: RdmaLane | None = None) -> None:
+        """Ask and answer from now on. ``on_lost(sentence, machine)``: its machine can't be reached. ``rdma``: by which
+        payloads travel; None: over connections."""
         self._topology, self._on_lost = topology, on_lost
         self._epoch = topology.group
+        self._rdma = rdma
+        if rdma is not None:
+            self._listener.use_rdma(rdma)
         early, self._early = self._early, []
         for message in early:
             self._requested(*message)
@@ -115,6 +124,9 @@ class PeerMachines:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        if self._rdma is not None:
+            self._rdma = None
+            self._listener.await_rdma()
         self._fetched.clear()
         self._receipts.clear()
         self._leaving.clear()
@@ -168,7 +180,7 @@ class PeerMachines:
             if self._topology is None or on_lost is None:
                 raise ProtocolError("a piece is to be fetched before the other machines are known")
             link = self._links[machine_index] = self.link_class(
-                LinkOrigin(self._context, self._runtime, self._me, self._settings, _no_payload),
+                LinkOrigin(self._context, self._runtime, self._me, self._settings, _no_payload, self._rdma),
                 LinkTarget(
                     self._topology.workers[machine_index].address,
                     f"communication service of machine {machine_index}",

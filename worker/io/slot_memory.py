@@ -52,6 +52,11 @@ class SlotMemory:
     def arena_of(self, local_rank: int) -> Arena:
         return self._ranks[local_rank]
 
+    @property
+    def arenas(self) -> list[Arena]:
+        """All of them: what is sent to other machines lies in these."""
+        return list(dict.fromkeys((*self._ranks, self.machine)))
+
     def new_slot(self, rank: RankConnection, spec: TensorSpec) -> RankSlot:
         """A rank's memory for a tensor: inputs that must outlive their round have two, used in turn, and a
         result beside them; else one block is input and result."""
@@ -142,7 +147,7 @@ class SlotMemory:
 
     def release(self) -> None:
         """Nothing is allocated any more. The memory itself goes with its last user: a kernel, a message."""
-        for arena in dict.fromkeys((*self._ranks, self.machine)):
+        for arena in self.arenas:
             arena.close_descriptors()
 
     def take_answer_block(self, part: Part) -> None:

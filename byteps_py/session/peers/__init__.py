@@ -15,7 +15,8 @@ payload follows its message.
                          ├─ PeerWaiter (polls, sleeps, and reports waits)
                          ├─ peer_protocol (the messages)
                          ├─ OutgoingMemory, IncomingMemory, Inbox, PeerOutbox (ranks of this machine)
-                         └─ PeerConnector, PeerListener, PeerConnection, LinkSocket, ResumableStream (other machines)
+                         ├─ PeerConnector, PeerListener, PeerConnection, LinkSocket, ResumableStream (other machines)
+                         └─ PlacedPayloads (other machines, by RDMA)
 """
 
 from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt, joined_error

@@ -241,9 +241,13 @@ class MessageMatcher:
         if message.era != self.era:
             return None
         payload = self._add(message, None, 0, is_coming=False)
+        return payload, self.posted(message)
+
+    def posted(self, message: PeerMessage) -> Posted | None:
+        """The receipt of a payload, if there is one that expects as many bytes."""
         stream = self._streams.get(message.stream)
         posted = None if stream is None else stream.posted.get((message.source, message.number))
-        return payload, posted if posted is not None and posted.nbytes == message.total else None
+        return posted if posted is not None and posted.nbytes == message.total else None
 
     def _add(self, message: PeerMessage, data: bytes | Memory | None, ready: int, is_coming: bool = True) -> Payload:
         """A payload has arrived, or its first ``ready`` bytes. ``is_coming``: MORE messages follow if it is
@@ -262,6 +266,11 @@ class MessageMatcher:
         if is_coming:
             self._coming[source, message.id] = payload
         return payload
+
+    def close(self) -> None:
+        """Keep no payloads any longer."""
+        for flow in (*self._flows.values(), *self._unclaimed.values()):
+            flow.payloads.clear()
 
     def begin_era(self) -> list[object]:
         """All ranks have joined. Returns the blocks that are free now."""

@@ -248,6 +248,11 @@ class PeerConnection:
         with self._lock:
             self.failure, self.failed_at_s = error, time.monotonic()
 
+    def fail(self, error: CommunicationError) -> None:
+        """Nothing can arrive any more. Called as ``receive`` is."""
+        if self.failure is None:
+            self._fail(error)
+
     @property
     def needs_connection(self) -> bool:
         """True while it waits for ``resume``."""
@@ -522,7 +527,7 @@ class PeerConnection:
             message = peer_protocol.unpack_from(buffer, self._first)
             if message.source != self.rank:
                 raise ProtocolError(f"rank {self.rank} sent a message in the name of rank {message.source}")
-            nbytes = message.total if message.kind == _INLINE else 0
+            nbytes = peer_protocol.body_nbytes(message)
             here = self._last - payload_at
             if nbytes > LANDING_BYTES:
                 landing = self._receiver.land(message)
@@ -534,7 +539,7 @@ class PeerConnection:
                 self._first = payload_at + nbytes
                 landing.complete()
             elif nbytes <= here:
-                data = bytes(buffer[payload_at : payload_at + nbytes]) if message.kind == _INLINE else None
+                data = bytes(buffer[payload_at : payload_at + nbytes]) if nbytes or message.kind == _INLINE else None
                 self._first = payload_at + nbytes
                 self._receiver.on_message(message, data)
             else:

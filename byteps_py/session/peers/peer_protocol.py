@@ -1,7 +1,7 @@
 """The messages between ranks. Pure; any thread.
 
-Every message is one packed record. The bytes of the payload follow the record of INLINE; a descriptor goes with that of
-SEGMENT.
+Every message is one packed record. The bytes of the payload follow the record of INLINE, and others those of MEMORY and
+PLACED; a descriptor goes with that of SEGMENT.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ class PeerMessageKind(enum.IntEnum):
     SEGMENT = 5  # memory of the sender: its number (``segment``), its size (``total``), and its descriptor
     JOINED = 6  # the sender has no more data: this is its last message of this era
     WAKE = 7  # the sender has published a step for which the receiver of this message sleeps (shared_slots.py)
+    # RDMA, between machines (placed_payloads.py):
+    MEMORY = 8  # what the receiver may read there follows, ``total`` bytes; none: the sender is without RDMA
+    PLACED = 9  # a payload that the receiver is to read at address ``offset``; its digest of ``ready`` bytes follows
+    PLACED_READ = 10  # what the receiver has placed under the number ``segment`` is read
 
 
 class PeerMessage(NamedTuple):
@@ -53,6 +57,7 @@ RECORD_BYTES = _RECORD.size
 REFUSED = -2
 pack = _RECORD.pack  # takes the fields in order; a function would cost too much on the hot path
 _KINDS, _INLINE = frozenset(map(int, PeerMessageKind)), int(PeerMessageKind.INLINE)
+_MEMORY, _PLACED = int(PeerMessageKind.MEMORY), int(PeerMessageKind.PLACED)
 
 
 def unpack(data: memoryview, nbytes: int) -> PeerMessage:
@@ -65,10 +70,18 @@ def unpack(data: memoryview, nbytes: int) -> PeerMessage:
     return message
 
 
+def body_nbytes(message: PeerMessage) -> int:
+    """How many bytes follow the record of a message from another machine."""
+    if message.kind in (_INLINE, _MEMORY):
+        return message.total
+    return message.ready if message.kind == _PLACED else 0
+
+
 def unpack_from(data: memoryview, at: int) -> PeerMessage:
     """The record at ``at``. Raises ProtocolError."""
     message = PeerMessage._make(_RECORD.unpack_from(data, at))
-    is_wrong = message.ready > message.total or (message.kind == _INLINE and message.ready < message.total)
+    is_whole = message.kind in (_INLINE, _MEMORY)
+    is_wrong = message.ready > message.total or (is_whole and message.ready < message.total)
     if message.kind not in _KINDS or is_wrong:
         raise ProtocolError(f"a malformed message from another rank: {message}")
     return message

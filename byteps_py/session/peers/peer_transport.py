@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import threading
@@ -47,6 +48,13 @@ from byteps_py.session.peers.peer_connection import PeerConnection, PendingSend,
 from byteps_py.session.peers.peer_connector import NewConnection, PeerConnector
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerDirectory, PeerOutbox
+from byteps_py.session.peers.placed_payloads import (
+    KINDS as PLACED_KINDS,
+    Inline,
+    NewLane,
+    PlacedPayloads,
+    without_memory,
+)
 from byteps_py.session.peers.shared_slots import IncomingMemory, MemoryHost, OutgoingMemory, SharedSegment, SharedSlots
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
@@ -68,16 +76,24 @@ _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
 _REPORTED_BYTES = 16 << 10
 #: Waiting for the next report of a large payload costs less than copying the bytes that may not have arrived.
 _REPORT_WAIT_S = 0.002
-_INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
+_INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE, *_ = map(int, PeerMessageKind)
+_MEMORY, _PLACED = int(PeerMessageKind.MEMORY), int(PeerMessageKind.PLACED)
 _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
 
 
 class PeerTransport:
     """``host``: the session of ``rank``. ``local_ranks``: the ranks of its machine. ``settings``: None: ranks of other
-    machines can't be connected to. ``epoch``: see PeerConnector."""
+    machines can't be connected to. ``epoch``: see PeerConnector. ``new_lane``: for what is read by RDMA; None: nothing
+    is. Raises the errors of ``new_lane``."""
 
     def __init__(
-        self, host: Host, rank: int, local_ranks: range, settings: Settings | None = None, epoch: int = 0
+        self,
+        host: Host,
+        rank: int,
+        local_ranks: range,
+        settings: Settings | None = None,
+        epoch: int = 0,
+        new_lane: NewLane | None = None,
     ) -> None:
         self._host = host
         self._me = rank
@@ -101,8 +117,11 @@ class PeerTransport:
         self.connector: PeerConnector | None = None
         #: After a connection has ended, the services have this long, in seconds, to report the fate of its rank.
         self.lost_after_s = 0.0
+        self._placed: PlacedPayloads | None = None  # None: this rank is without RDMA
         self._poller: select.epoll | None = None
         self._has_joined = self._is_closed = False
+        if settings is not None and new_lane is not None:
+            self._placed = PlacedPayloads(settings, rank, lambda: self._matcher.era, new_lane, Inline(self._wake))
         if settings is not None:
             self.connector = PeerConnector(settings, rank, epoch, self._connected)
             self.lost_after_s = settings.patience_s
@@ -140,6 +159,8 @@ class PeerTransport:
             is_new = self._outboxes.get(rank) is not link
             self._outboxes[rank] = link
         self._link_keeper.start()
+        if is_new and self._placed is not None:
+            self._placed.introduce(link)
         if is_new and self._has_joined:
             self._send_joined(link)
         self._wake()  # for messages that arrived before the poller knew of it
@@ -147,6 +168,10 @@ class PeerTransport:
     def _link_broke(self, link: PeerConnection) -> None:
         if self.connector is not None:
             self.connector.redial(link.rank, lambda: link.needs_connection)
+
+    def knows_memory(self, ranks: Iterable[int]) -> bool:
+        """True once it is clear by which lane large payloads travel to ``ranks``, which are connected."""
+        return self._placed is None or all(map(self._placed.knows, ranks))
 
     def set_relays(self, relays: Mapping[int, str]) -> None:
         """Reach these ranks through a third machine as well, whose relay has this address, and no others. Called by the
@@ -163,7 +188,10 @@ class PeerTransport:
                 link.renew("another machine relays it")
 
     def _report_links(self) -> None:
-        """Tell the service what was sent to ranks of other machines. Called with ``state`` held."""
+        """Tell the service what was sent to ranks of other machines. Called with ``state`` held. The system does not
+        count what travels by RDMA: the rest would show slow links where there are none."""
+        if self._placed is not None:
+            return
         used = []
         for rank, link in self._links.items():
             direct, relayed = link.usage()
@@ -183,6 +211,8 @@ class PeerTransport:
                 now_s = time.monotonic()
                 for link in list(self._links.values()):
                     link.check(now_s)
+                if self._placed is not None:
+                    self._placed.check(now_s)
                 self._report_links()
             except ProtocolError as error:
                 self._error = error
@@ -345,12 +375,15 @@ class PeerTransport:
         if is_led:
             payload_id = self._id_of_led(stream, targets, nbytes)
         era, me, key = self._matcher.era, self._me, stream.key
-        sent = []
+        sent: list[PendingSend] = []
         for at, target in enumerate(targets):
             number, due = stream.send(target), dues[at] if dues else -1
-            record = peer_protocol.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, payload_id, 0, due)
             connection = cast(PeerConnection, self._outboxes[target])
-            sent.append(connection.send_payload(record, spans, owner))
+            fields = (_INLINE, me, era, 0, key, number, nbytes, nbytes, payload_id, 0, due)
+            if self._placed is not None and self._placed.takes(target, nbytes):
+                sent.append(self._placed.place(connection, PeerMessage(*fields), spans, owner))
+            else:
+                sent.append(connection.send_payload(peer_protocol.pack(*fields), spans, owner))
         return sent
 
     def _send_shared(
@@ -611,6 +644,8 @@ class PeerTransport:
             if found is None:
                 if fd == self._wake_fd:
                     os.eventfd_read(fd)
+                    if self._placed is not None:
+                        self._placed.inline.run()
                 else:
                     self._take_local_message()
             else:
@@ -629,7 +664,7 @@ class PeerTransport:
                 return False
             message = peer_protocol.unpack(buffer := self._inbox.buffer, nbytes)
             source = message.source
-            if source == self._me or source not in self._local_ranks:
+            if source == self._me or source not in self._local_ranks or message.kind in PLACED_KINDS:
                 raise ProtocolError(f"rank {source} is no peer of rank {self._me} on its machine: {message}")
             if message.kind == _WAKE:
                 return True  # a waiting thread checks its condition after every message
@@ -647,6 +682,9 @@ class PeerTransport:
 
     def on_message(self, message: PeerMessage, data: bytes | Memory | None) -> None:
         """A message of another machine, with its payload. Raises ProtocolError."""
+        if message.kind in PLACED_KINDS:
+            self._on_placed(message, bytes(data or b""))
+            return
         if message.kind not in _BETWEEN_MACHINES:
             raise ProtocolError(f"rank {message.source} shares no memory with rank {self._me}: {message}")
         self._on_message(message, data)
@@ -654,14 +692,54 @@ class PeerTransport:
     def land(self, message: PeerMessage) -> PayloadLanding:
         """The payload of ``message``, of another machine, follows. Raises ProtocolError."""
         with self._lock:
-            found = self._matcher.land(message)
+            found = self._matcher.land(message) if message.kind == _INLINE else None
         return PayloadLanding(self, message, *(found or (None, None)))
+
+    def _on_placed(self, message: PeerMessage, body: bytes) -> None:
+        """A message about what is read by RDMA. Raises ProtocolError."""
+        link = self._links[message.source]
+        if self._placed is None:
+            if message.kind != _MEMORY:
+                raise ProtocolError(f"rank {message.source} has placed a payload, and rank {self._me} is without RDMA")
+            if message.total:
+                link.send(without_memory(self._me, self._matcher.era))
+            return
+        landed = None
+        if message.kind == _PLACED:
+            with self._lock:
+                found = self._matcher.land(message)
+            payload = found[0] if found is not None else None
+            landed = functools.partial(self._landed, message._replace(kind=_INLINE, ready=message.total), payload)
+        self._placed.take(link, message, body, landed)
+
+    def _landed(self, message: PeerMessage, payload: Payload | None, data: Memory) -> None:
+        """A payload was read by RDMA. ``payload``: None: it is of another era."""
+        if payload is None:
+            self._on_message(message, data)
+            return
+        with self._lock:
+            posted = self._matcher.posted(message)
+        if posted is None:
+            payload.data = data
+        else:
+            at = ctypes.addressof(data)
+            for address, length in posted.spans:
+                ctypes.memmove(address, at, length)
+                at += length
+            payload.has_landed = True
+        payload.ready = payload.total
 
     def _on_message(self, message: PeerMessage, data: bytes | Memory | None) -> None:
         with self._lock:
             freed = self._matcher.on_message(message, data)
             if freed is not None:
                 self._outgoing.free(cast(Block, freed))
+
+    def _receive(self) -> None:
+        """Take messages, unless another thread does."""
+        with self._host.state, contextlib.suppress(ProtocolError):
+            if not self._host.is_being_read:
+                self.take_message()
 
     # ---- join and close --------------------------------------------------------------------------------
 
@@ -692,6 +770,8 @@ class PeerTransport:
         forked child."""
         if self._is_closed:
             return
+        if self._placed is not None and not is_forked:
+            self._placed.close(self._receive, self.lost_after_s)
         self._is_closed = True
         if self.connector is not None:
             self.connector.close(is_forked)
@@ -707,6 +787,7 @@ class PeerTransport:
                 self._poller.close()
                 os.close(self._wake_fd)
         self._retired.clear()
+        self._matcher.close()
         self._incoming.close()
         self._outgoing.close()
 

@@ -7,6 +7,7 @@ The GIL is released while a thread waits. Any thread may call; a forked child ge
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import threading
 import time
@@ -14,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.nixl_agent import new_rdma_lane
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
 from byteps_py.session import base, failure_reports
 from byteps_py.session.base import Session
@@ -71,7 +73,10 @@ class ChannelSession(Session):
                 first = self.rank - self.local_rank
                 local_ranks = range(first, first + self.local_size)
                 settings = self.connects if self.num_machines > 1 else None
-                self._peers = PeerTransport(self, self.rank, local_ranks, settings, self.since_epoch)
+                new_lane = (
+                    functools.partial(new_rdma_lane, settings) if settings is not None and settings.rdma else None
+                )
+                self._peers = PeerTransport(self, self.rank, local_ranks, settings, self.since_epoch, new_lane)
                 if self._peers.connector is not None:
                     self._peers.connector.slowest_mbit = self.machine_facts.slowest_mbit
                 self._readable = select.poll()
