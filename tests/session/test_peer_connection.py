@@ -371,7 +371,7 @@ def test_what_was_sent_arrives_though_nothing_can_be_sent_back(open_pair: list[C
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (PeerMessage(9, 0, 0), "malformed"),
+        (PeerMessage(99, 0, 0), "malformed"),
         (PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3, ready=2), "malformed"),
         (PeerMessage(PeerMessageKind.INLINE, 1, 0), "in the name of rank 1"),
         (PeerMessage(PeerMessageKind.SEGMENT, 0, 0, total=4096), "shares no memory"),

@@ -216,7 +216,7 @@ def test_messages_come_back_as_they_were() -> None:
     "data",
     [
         b"short",
-        peer_protocol.pack(*PeerMessage(9, 0, 0)),
+        peer_protocol.pack(*PeerMessage(99, 0, 0)),
         peer_protocol.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3)) + b"ab",
         peer_protocol.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3, ready=2)) + b"abc",
         peer_protocol.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, total=3, ready=4)),

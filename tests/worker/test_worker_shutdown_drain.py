@@ -204,7 +204,7 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
     """What they have asked before is answered by ``PeerMachines.open``, through the service."""
     opened: list[int] = []
     peers = SimpleNamespace(
-        open=lambda topology, on_lost: opened.append(topology.machine_index), when_left=lambda then: then()
+        open=lambda topology, *_: opened.append(topology.machine_index), when_left=lambda then: then()
     )
     rank_server = SimpleNamespace(open=lambda requests: opened.append(-1))
     services = GroupServices(
