@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -142,28 +143,39 @@ class Timed(nn.Module):
 
 
 class TensorMemory(TorchDispatchMode):
-    """``most``: the most bytes at a time of storages that operators have made since it was entered."""
+    """``most``: the most bytes at a time of storages that operators have made since it was entered, and of
+    ``resized``, whose owner gives them memory and takes it away."""
 
-    def __init__(self) -> None:
+    def __init__(self, resized: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
+        self._resized = list(resized)
         self._held: dict[int, int] = {}
         self._bytes = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         before = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+        before.update(storage.data_ptr() for storage in self._resized)
         for one in _tensors(found):
             storage = one.untyped_storage()
             address = storage.data_ptr()
             if storage.nbytes() and address not in before and address not in self._held:
                 self._held[address] = storage.nbytes()
                 self._bytes += storage.nbytes()
-                self.most = max(self.most, self._bytes)
                 weakref.finalize(storage, self._gone, address)
+        self.most = max(self.most, self._bytes + sum(storage.nbytes() for storage in self._resized))
         return found
 
     def _gone(self, address: int) -> None:
         self._bytes -= self._held.pop(address, 0)
+
+
+def gathered_storages(module: nn.Module) -> list[torch.UntypedStorage]:
+    """Those of FSDP2's whole parameters. They are empty while it holds only this rank's part."""
+    layers = module.modules() if isinstance(module, nn.Module) else ()  # the plan has no pipeline of these
+    parts = [each._get_fsdp_state()._fsdp_param_group for each in layers if isinstance(each, FSDPModule)]
+    found = [tensor for part in parts if part for one in part.fsdp_params for tensor in one.all_gather_outputs]
+    return [tensor.untyped_storage() for tensor in found]
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -204,7 +216,7 @@ def trained(layout: JobLayout, steps: int) -> tuple[float, float]:
     inner = getattr(training.optimizer, "optim", training.optimizer)  # of zero1: the states of this rank's parameters
     states = [one for each in inner.state.values() for one in _tensors(each)]
     before = bytes_of([*parameters, *states, *(one.grad for one in parameters if one.grad is not None)])
-    with TensorMemory() as memory:
+    with TensorMemory(gathered_storages(training.module)) as memory:
         training.step(inputs, targets)
     times = []
     for _ in range(steps):

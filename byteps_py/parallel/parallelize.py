@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.parallel import tensor
@@ -30,6 +29,7 @@ from byteps_py.parallel.pipe.buffers import SavedBuffer, saved_buffers
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
+from byteps_py.parallel.sharding.zero_optimizer import ZeroOptimizer
 from byteps_py.torch.compression import Compression, CompressionArgument, compression_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.restore import restore
@@ -146,7 +146,7 @@ def parallelize_model(
         forward = nn.parallel.DistributedDataParallel(model, process_group=copies, gradient_as_bucket_view=True)
     parameters = list(module.parameters())
     if options.data == "zero1":  # it makes the optimizer of the parameters that this rank steps
-        own: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer, copies)  # type: ignore[arg-type]
+        own: torch.optim.Optimizer = ZeroOptimizer(parameters, optimizer, copies)  # type: ignore[arg-type]
     else:
         own = optimizer(parameters)
     if is_hosted:
