@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from byteps_py.session import Slot
 from byteps_py.system.shm import PAGE
@@ -125,3 +126,25 @@ class DeviceCluster(ThreadedCluster):
     @property
     def sites(self) -> set[Site]:
         return {site for device in self.devices for site in device.sites}
+
+
+class OnStreams:
+    """A process group of gloo as one of NCCL: its operations are queued on a stream of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, device: StandInDevice) -> None:
+        self._group, self._device = group, device
+        self._stream = device.new_stream(device.device)
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._group, name)
+
+        def run(*tensors: Any) -> OnStreams:
+            self._stream.wait_stream(self._device.current(self._device.device))
+            with self._device.using(self._stream):
+                self._device.together(lambda *given: operation(*given).wait(), tensors)
+            return self
+
+        return run if name != "shutdown" else operation
+
+    def wait(self) -> None:
+        self._device.current(self._device.device).wait_stream(self._stream)

@@ -192,6 +192,9 @@ class Bucket:
     parameters take part in the step that is to be made with it; None: none is.
     """
 
+    #: It travels in a slot of the communication service.
+    has_slot = True
+
     def __init__(self, parts: BucketParts) -> None:
         self.request = parts.request
         self.names = parts.names
@@ -381,6 +384,11 @@ class Bucket:
         before ``receive``, as always for dense gradients."""
         return False
 
+    def await_sum(self) -> None:
+        """Wait for the sum. Raises as Session.wait does."""
+        if self.slot_view is not None:
+            self.slot_view.wait()
+
     def receive(self) -> None:
         """Deliver the sum, as the delivery says. Raises GradientOrderError, and as Session.wait does."""
         self.delivery.receive(self)
@@ -476,8 +484,7 @@ class ToGradient(Delivery):
 
     def receive(self, bucket: Bucket) -> None:
         touched = bucket.changed  # checked while the result is in flight
-        if bucket.slot_view is not None:
-            bucket.slot_view.wait()
+        bucket.await_sum()
         bucket.refuse_change(touched)
         bucket.write_results()
 

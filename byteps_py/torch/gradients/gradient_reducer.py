@@ -43,6 +43,7 @@ from byteps_py.torch.gradients.bucket import (
 )
 from byteps_py.torch.gradients.factor_bucket import FactorBucket
 from byteps_py.torch.gradients.gradient_checksums import Scratch
+from byteps_py.torch.gradients.group_bucket import GroupBucket, GroupSums
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
 _ADVICE = (
@@ -58,7 +59,7 @@ class GradientReducer:
     named: in the order of the forward pass. groups: names that travel together, of any size; the other gradients travel
     together as their sizes suggest. delivery: where results go. By default, they replace ``param.grad``. It is then a
     view of the service's memory, valid until the gradient is handed over again, or, with CUDA or compression, the
-    gradient's own memory.
+    gradient's own memory. group_sums: by which gradients travel that it takes; None: all in slots of the service.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class GradientReducer:
         options: GradientOptions | None = None,
         groups: Sequence[Sequence[str]] = (),
         delivery: Delivery | None = None,
+        group_sums: GroupSums | None = None,
     ) -> None:
         self._context = context
         self._delivery = delivery or ToGradient()
+        self._group_sums = group_sums
         self._options = replace(options or GradientOptions(), nonfinite=nonfinite.mode_of(context))
         #: In the order in which they were planned.
         self.buckets: list[Bucket] = []
@@ -165,8 +168,12 @@ class GradientReducer:
             parts = BucketParts(request, names, params, self._options, first, Scratch(), self._delivery)
             return SparseBucket(self._context, parts)
         compressor = self._options.compression.of(names[0], params[0])  # the same for all of them
+        parts = BucketParts(request, names, params, self._options, first, self._scratch, self._delivery)
+        is_plain = compressor.low_rank is None and request.dtype is params[0].dtype
+        if is_plain and self._group_sums is not None and self._group_sums.takes(request):
+            return GroupBucket(parts, self._group_sums, self.buckets)
         kind = Bucket if compressor.low_rank is None else FactorBucket
-        bucket = kind(BucketParts(request, names, params, self._options, first, self._scratch, self._delivery))
+        bucket = kind(parts)
         bucket.begin_session(self._warmup_steps)
         return bucket
 
@@ -270,8 +277,7 @@ class GradientReducer:
                 is_used = self.nonfinite_error is None and all(bucket.is_usable for bucket in done)
                 for bucket in done:
                     bucket.end_round(is_used)
-            for bucket in self.buckets:
-                bucket.reset()
+            self._reset()
             self._is_counted = False
         if errors:
             self._context.give_up_steps(self._agreement.kind)
@@ -302,8 +308,13 @@ class GradientReducer:
                 with contextlib.suppress(CommunicationError, GradientOrderError, NonFiniteError):  # discarded anyway
                     self.finish()
             with self._lock:
-                for bucket in self.buckets:
-                    bucket.reset()
+                self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+        if self._group_sums is not None:
+            self._group_sums.reset()
 
     def hand_over_all(self) -> list[Bucket]:
         """The first half of ``finish``: hand over the remaining buckets. Returns all buckets in flight.
@@ -344,8 +355,8 @@ class GradientReducer:
         try:
             with self._lock:
                 self._agree()
-            if bucket.slot_view is not None:
-                bucket.slot_view.wait()
+            if bucket.slot_view is not None or not bucket.has_slot:
+                bucket.await_sum()
                 bucket.write_results()
             self.nonfinite_error = find_nonfinite(self._context.session, [bucket], self._options)
             bucket.end_round(self.nonfinite_error is None and bucket.is_usable)
@@ -537,6 +548,9 @@ class GradientReducer:
                 raise self._disagreement
             if isinstance(bucket, SparseBucket):
                 bucket.start()
+            elif isinstance(bucket, GroupBucket):
+                bucket.refuse_sparse(gradients)
+                bucket.hand_over(gradients, is_early)
             elif any(grad is not None and grad.layout is not torch.strided for grad in gradients):
                 bucket.slot_view = None
                 bucket.sparse_flags = self._start_sparse_flags(bucket.request.spec.name, gradients)
@@ -584,6 +598,7 @@ class GradientReducer:
             bucket
             for bucket in self.buckets
             if bucket.is_active
+            and bucket.has_slot
             and not isinstance(bucket, SparseBucket)
             and bucket.sparse_flags is None
             and (bucket.slot_view is None or not self._context.holds(bucket.slot_view))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from byteps_py.torch.gradients.async_optimizer import AsyncOptimizer
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.group_bucket import sums_by_gpus
 from byteps_py.torch.gradients.hosted.optimizer import (
     HostedOptions,
     check_hosted,
@@ -189,18 +191,20 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         counted = WrappedOptimizer(optimizer, names, CountedPasses(backward_passes_per_step))
         counted.hook()
         return DistributedOptimizerMixin.wrap(optimizer, AdasumStepper(counted, deltas))
+    options = GradientOptions(
+        compression,
+        op,
+        gradient_predivide_factor,
+        group=ranks,
+        prefix=prefix_of(process_set, "Gradient."),
+        sparse_as_dense=sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam),
+    )
     reducer = GradientReducer(
         context,
         [(name, param) for param, name in names.items() if param in mine],
-        GradientOptions(
-            compression,
-            op,
-            gradient_predivide_factor,
-            group=ranks,
-            prefix=prefix_of(process_set, "Gradient."),
-            sparse_as_dense=sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam),
-        ),
+        options,
         [[names[param] for param in group] for group in together],
+        group_sums=sums_by_gpus(context, replace(options, nonfinite=nonfinite.mode_of(context))),
     )
     wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, backward_passes_per_step))
     wrapped.hook()

@@ -303,6 +303,11 @@ class GroupBase(GroupMetadata):
         if self._local_groups is not None:
             self._local_groups.close()
 
+    @property
+    def sums_on_gpus(self) -> bool:
+        """True if the GPUs of a machine make a part of large sums: see all_reduce/local_groups.py."""
+        return self._local_groups is not None
+
     def begin_anew(self) -> None:
         """Be a group of the context's present session: its earlier one has ended with the loss of a rank. All members
         call it, and those whose processes are new make the group. Raises the errors of its creation."""

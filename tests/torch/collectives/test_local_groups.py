@@ -15,7 +15,7 @@ import torch_values
 from support.clusters import ROOT, bpslaunch
 from support.recorded_machines import from_sysfs, from_xml
 from support.stand_in_device import Site, StandInDevice
-from support.stand_in_ranks import DeviceCluster
+from support.stand_in_ranks import DeviceCluster, OnStreams
 from support.threaded import ThreadedCluster, combine, contract, wide
 from torch._C._distributed_c10d import Store
 
@@ -148,28 +148,6 @@ def test_groups_round_in_another_order() -> None:
 
 
 # ---- on a stand-in for the device ------------------------------------------------------------------------------------
-
-
-class OnStreams:
-    """A process group of gloo as one of NCCL: its operations are queued on a stream of its own."""
-
-    def __init__(self, group: dist.ProcessGroup, device: StandInDevice) -> None:
-        self._group, self._device = group, device
-        self._stream = device.new_stream(device.device)
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._group, name)
-
-        def run(*tensors: Any) -> OnStreams:
-            self._stream.wait_stream(self._device.current(self._device.device))
-            with self._device.using(self._stream):
-                self._device.together(lambda *given: operation(*given).wait(), tensors)
-            return self
-
-        return run if name != "shutdown" else operation
-
-    def wait(self) -> None:
-        self._device.current(self._device.device).wait_stream(self._stream)
 
 
 COUNT = 70_000
