@@ -1,7 +1,7 @@
 """A link that slows down and comes back while a job trains: how soon the shares of the servers follow, beside gloo.
 
     python -m benchmarks.heal [--workers 4] [--servers 2] [--mbit 400] [--mb 32] [--machine 1] [--factor 0.5]
-        [--busy CORES] [--seconds 25] [--call session] [--json FILE]
+        [--busy CORES] [--seconds 25] [--call session] [--told] [--json FILE]
     python -m benchmarks.heal --way 20 [--workers 2] [--servers 1] [--mbit 200] [--mb 8]
     python -m benchmarks.heal --late 1 [--workers 4] [--servers 4] [--mbit 400] [--mb 32]
 
@@ -13,6 +13,9 @@ each of the three phases, on the same hosts, in turn.
 ``--call``: what is done again and again instead of a sum: an allgather of as many bytes, a training step with an
 optimizer that the services host (hosted_machine, hosted_sharded), or with states that servers keep as well (shadow).
 "optimum" and "fixed shares" are those of a sum, which a step has in it, and gloo's time is that of a sum.
+
+With ``--told``, machines say their rates (BYTEPS_LINK_MBIT): the processes of many hosts that start on a few processors
+measure them wrongly.
 
 With ``--busy``, its link stays as it is, and the processes of that machine get the time of so many processors: choose a
 CPU machine.
@@ -53,7 +56,7 @@ from byteps_py.placement.shares import Optimum
 from byteps_py.scheduler import query
 
 _JOB = "heal"
-_GLOO_CALLS = 4
+_GLOO_CALLS, _LONG_S = 4, 10.0  # one of longer sums
 _LATE_CALLS = 7
 #: What rank.py calls them, and the variables that they need.
 _CALLS: dict[str, tuple[str, dict[str, str]]] = {
@@ -152,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
     began: list[float] = []
     with cluster(usual) as hosts:
         workers, spare = hosts[:n], hosts[n:]
-        layout = Layout(workers, spare)
+        layout = Layout(workers, spare, told_mbit=dict.fromkeys(hosts, mbit) if arguments.told else {})
         port = str(free_port())
         own = {"DMLC_PS_ROOT_PORT": port, "BYTEPS_JOB_ID": _JOB}
         call, more = _CALLS[arguments.call]
@@ -172,7 +175,7 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
                             slow_down.enter_context(throttled(hosts[arguments.machine], arguments.busy))
                         since_s = time.monotonic()
                         train(ours, counts, phase, since_s, arguments.seconds, call)
-                    for _ in range(_GLOO_CALLS):
+                    for _ in range(_GLOO_CALLS if ring_s < _LONG_S else 1):
                         found = Found()
                         gloo.take("gloo", counts, found)
                         phase.gloo_s += found.times_s
@@ -240,6 +243,7 @@ def main() -> None:
     parser.add_argument("--late", type=float, default=0.0, help="seconds that rank 0 comes after the others")
     parser.add_argument("--way", type=float, default=0.0, help="Mbit/s that machines 0 and 1 send each other, instead")
     parser.add_argument("--call", choices=_CALLS, default="session")
+    parser.add_argument("--told", action="store_true", help="machines say their rates")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--watch", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

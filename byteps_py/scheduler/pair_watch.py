@@ -2,15 +2,17 @@
 as well. Pure: time is an argument.
 
     DIRECT ──slow for HOLD_S, and both links have room──► TRYING ──together no faster──► DIRECT, and again much later
-      ▲                                                     └─faster──► RELAYED ──the direct way looks fast──► CHECKING
-      └──────────────────the direct way alone is fast────────────────────────────────────────────────────────────┤
-                                                            RELAYED ◄──it is not──────────────────────────────────┘
+                                                            └─faster──► CONFIRMING ──alone as fast──► DIRECT, likewise
+                                                                          └─slower──► RELAYED
+    RELAYED ──the direct way looks fast──► CHECKING ──alone it is fast──► DIRECT
+                                             └─it is not──► RELAYED, and again later
 
 Ranks report what they send to ranks of other machines, and for how long any of it was on its way. A pair's direct way
 is slow if it carries less than half of what both links have left beside what else they carry: a full link is slow for
 all pairs, and no third machine helps. Whether one does help is tried, as nobody can know: the way to it may be as slow.
 Both ways are used together, each for as much as it carries (session/peers/peer_connection.py), so a bad guess costs
-little.
+little. Ranks that compute and send a little again and again show a rate that changes by itself: so the direct way alone
+is compared once more, after the trial.
 """
 
 from __future__ import annotations
@@ -96,13 +98,15 @@ class RelayState(enum.Enum):
 
     DIRECT = enum.auto()
     TRYING = enum.auto()
+    CONFIRMING = enum.auto()
     RELAYED = enum.auto()
     CHECKING = enum.auto()
 
 
 _NEXT = {
     RelayState.DIRECT: {RelayState.TRYING},
-    RelayState.TRYING: {RelayState.DIRECT, RelayState.RELAYED},
+    RelayState.TRYING: {RelayState.DIRECT, RelayState.CONFIRMING},
+    RelayState.CONFIRMING: {RelayState.DIRECT, RelayState.RELAYED},
     RelayState.RELAYED: {RelayState.DIRECT, RelayState.CHECKING},
     RelayState.CHECKING: {RelayState.DIRECT, RelayState.RELAYED},
 }
@@ -241,8 +245,17 @@ class PairWatch:
                 is_faster = total_mbit >= LEAST_GAIN * each.before_mbit
                 if not is_faster:
                     each.fail(now_s)
-                each.go(RelayState.RELAYED if is_faster else RelayState.DIRECT, now_s)
-                return [RelayChange(pair, each.state, each.relay, each.before_mbit, total_mbit, is_faster)]
+                each.go(RelayState.CONFIRMING if is_faster else RelayState.DIRECT, now_s)
+                return [RelayChange(pair, each.state, each.relay, each.before_mbit, total_mbit)]
+        elif each.state is RelayState.CONFIRMING:
+            each.seen.append(ways.direct_mbit)
+            if len(each.seen) >= _ENOUGH:
+                each.before_mbit = statistics.median(each.seen)
+                is_slower = each.total_mbit >= LEAST_GAIN * each.before_mbit
+                if not is_slower:
+                    each.fail(now_s)
+                each.go(RelayState.RELAYED if is_slower else RelayState.DIRECT, now_s)
+                return [RelayChange(pair, each.state, each.relay, each.before_mbit, each.total_mbit, is_slower)]
         elif each.state is RelayState.RELAYED:
             # If the faster way takes all messages, nothing shows the rate of the other.
             is_unseen = not ways.direct_mbit and now_s >= each.since_s + RETRY_S
