@@ -18,25 +18,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
 from byteps_py.parallel.compressed_gradients import CompressedAverages, check_compression, compress_gradients
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
 from byteps_py.parallel.hosted import EqualCopies, MeshHosting, hosted_optimizer, whole_module
 from byteps_py.parallel.mesh import Mesh
-from byteps_py.parallel.pipe.buffers import SavedBuffer, saved_buffers
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
 from byteps_py.parallel.sharding.zero_optimizer import ZeroOptimizer
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.group_history import history_of
 from byteps_py.torch.compression import Compression, CompressionArgument, compression_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.gradients.hosted.whole_steps import WholeStepTiming
 from byteps_py.torch.run.loader_position import random_states, set_random_states
+from byteps_py.torch.run.model_state import ModelState
 from byteps_py.torch.run.run_state import numbers_of, set_number
-from byteps_py.wording import bytes_text
 
 Module = nn.Module | Pipeline
 DataParallelism = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -158,6 +159,8 @@ def parallelize_model(
     mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
     equal = EqualCopies(module, copies) if is_beside else None
     parts = _Parts(module, forward, loss, mean, not (is_fully_sharded or is_beside), equal, averages)
+    if (history := history_of(contexts.current())) is not None:
+        history.renew_with(parts.begin_anew)
     return ParallelTraining(parts, own, options)
 
 
@@ -344,25 +347,12 @@ class TrainingCall(abc.ABC):
             random_states(),
             copy.deepcopy(training.scaler.state_dict()),
             [numbers_of(group) for group in training.optimizer.param_groups],
-            saved_buffers([training.local_module]),
-            [(one, one.training) for one in training.local_module.modules()],
-            [(one, _version(one)) for one in flatten([self._inputs, self._targets])[0]],
+            ModelState.of(training.local_module, flatten([self._inputs, self._targets])[0]),
         )
 
     def put_back(self, state: _CallState) -> None:
         training = self._training
-        for one, version in state.batch:
-            if one.requires_grad or _version(one) != version:
-                why = "was changed in place" if _version(one) != version else "requires gradients"
-                raise CommunicationError(
-                    f"all ranks are started again: the batch can't be used again, as a tensor of it, of shape "
-                    f"{list(one.shape)}, {why}"
-                )
-        if lost := next((one for one in state.buffers if one.value is None and one.has_changed), None):
-            raise CommunicationError(
-                f"all ranks are started again: the step under way has changed the buffer {lost.name!r} of a "
-                f"{type(lost.owner).__name__}, and one of {bytes_text(lost.tensor.nbytes)} is too large to be kept"
-            )
+        state.model.check()
         set_random_states(state.random)
         if training.scaler.is_enabled():
             training.scaler.load_state_dict(state.scaler)
@@ -370,13 +360,7 @@ class TrainingCall(abc.ABC):
         for group, numbers in zip(training.optimizer.param_groups, state.groups, strict=True):
             for name, value in numbers.items():
                 set_number(group, name, value)
-        for saved in state.buffers:
-            saved.restore()
-        for module, is_training in state.modes:
-            module.training = is_training
-
-    def begin_anew(self) -> None:
-        self._training._parts.begin_anew()
+        state.model.put_back()
 
     def finish(self) -> torch.Tensor:
         self._training.scaler.update()
@@ -419,20 +403,12 @@ class Evaluation(TrainingCall):
 
 @dataclass(frozen=True)
 class _CallState:
-    """``scaler``: its state_dict. ``groups``: the numbers of the optimizer's param_groups. ``modes``: which modules are
-    in training mode. ``batch``: its tensors, and how often each was changed."""
+    """``scaler``: its state_dict. ``groups``: the numbers of the optimizer's param_groups."""
 
     random: dict[str, Any]
     scaler: dict[str, Any]
     groups: list[dict[str, Any]]
-    buffers: list[SavedBuffer]
-    modes: list[tuple[nn.Module, bool]]
-    batch: list[tuple[torch.Tensor, int]]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """The number of changes in place; they are not counted for a tensor that was made in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+    model: ModelState
 
 
 class _MeanLoss:

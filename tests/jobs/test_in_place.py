@@ -201,6 +201,24 @@ def test_groups_of_torch_begin_anew_in_place(kills: str, variables: dict[str, st
     assert {rank: len(times) - 1 for rank, times in begun(job).items() if len(times) > 1} == deaths, job.text
 
 
+@pytest.mark.parametrize(
+    ("kills", "variables"),
+    [
+        pytest.param("1:6:metric 0:8:backward", {"TEST_GROUPS": "1", "TEST_GROUP_METRIC": "1"}, marks=SLOW),
+        pytest.param("1:6:backward 1:8:after", {"TEST_METRIC": "1", "TEST_CLIP": "1"}, marks=LONG),
+        pytest.param("0:3:after 1:4:clip", {"TEST_SCALER": "1", "TEST_CLIP": "1", "TEST_METRIC": "1"}, marks=LONG),
+    ],
+)
+def test_functions_that_are_retried_compute_by_operations_of_their_own(
+    kills: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    own = {each: "1" for each in variables if each in ("TEST_CLIP", "TEST_SCALER")}
+    with training(tmp_path, TEST_KILLS=kills, TEST_RUN="1", TEST_RETRY="1", **variables) as job:
+        assert tuple(ends(job)) == undisturbed(TEST_RUN="1", **own), job.text
+    deaths = Counter(int(each.partition(":")[0]) for each in kills.split())
+    assert {rank: len(times) - 1 for rank, times in begun(job).items() if len(times) > 1} == deaths, job.text
+
+
 @pytest.mark.long
 def test_ranks_that_compute_by_groups_of_torch_begin_again_together(tmp_path: Path) -> None:
     variables = {"TEST_GROUPS": "1", "TEST_GROUP_METRIC": "1", "TEST_RUN": "1"}

@@ -66,6 +66,7 @@ VARIANTS = {
     "float16": {"TEST_FLOAT16": "1"},
     "overflow": {"TEST_FLOAT16": "1", "TEST_OVERFLOW": "5"},
     "overflow, by hand": {"TEST_FLOAT16": "1", "TEST_OVERFLOW": "5", "TEST_BY_HAND": "1"},
+    "retry": {"TEST_RETRY": "1", "TEST_EVALUATE": "1"},
     "evaluation": {"TEST_EVALUATE": "1"},
     "int8": {"TEST_INT8": "1", "BYTEPS_MIN_COMPRESS_BYTES": "0"},
 }
@@ -79,6 +80,8 @@ VARIANTS = {
         pytest.param("2x1x2x1", "by hand", "0:5:step", marks=SLOW),
         pytest.param("1x1x2x2", "overflow", "3:6:step", marks=SLOW),
         pytest.param("2x1x2x1", "evaluation", "1:5:evaluation", marks=SLOW),
+        pytest.param("2x1x2x1", "retry", "1:5:step 2:6:evaluation", marks=SLOW),
+        pytest.param("2x1x1x2", "retry", "3:5:backward 0:6:after", marks=LONG),
         pytest.param("1x1x2x2", "float16", "3:6:step 0:7:after", marks=LONG),
         pytest.param("2x1x1x2", "overflow", "1:5:after 2:6:backward", marks=LONG),
         pytest.param("1x1x2x2", "overflow, by hand", "1:5:step 2:6:forward", marks=LONG),

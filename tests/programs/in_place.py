@@ -8,6 +8,7 @@ ranks also sum their losses, after each step. TEST_INT8: gradients travel as int
 sum with error feedback.
 TEST_GROUPS: there are groups of torch.distributed, and operations of them before and after restore().
 TEST_GROUP_METRIC: also after each step, and WHERE may be "metric" (after it).
+TEST_RETRY: all of a step is a function with RunState.retry.
 TEST_RUN: a RunState, with a scheduler, in place of restore(). TEST_PAUSE_S: between steps.
 """
 
@@ -123,8 +124,9 @@ def main() -> None:
         if has_groups:
             dist.barrier()
         say(f"rank {bps.rank()} begins at step {run.iteration} (process {os.getpid()})")
+        step = run.retry(body) if "TEST_RETRY" in os.environ else body
         for call in run.iterations(steps):
-            body(call)
+            step(call)
     else:
         scheduler = None
         first = bps.restore(model, optimizer) or 0

@@ -8,7 +8,7 @@ and buffers are. TEST_KILLS: "RANK:CALL:WHERE …": the rank kills itself there,
 "step" (before the optimizer's), "after" (the step); and with the CALL "again", in a process that is not the first one,
 "mesh" (before it is made) and "restore". TEST_BY_HAND: ``training.restore()`` in place of a RunState. TEST_FLOAT16:
 with a GradScaler. TEST_EVALUATE: after each step; then WHERE may be "evaluation". TEST_OVERFLOW: a call in which the
-gradients of one batch overflow. TEST_LATE_GROUP: makes a group after the first step. TEST_INT8: gradients
+gradients of one batch overflow. TEST_RETRY: steps by hand, in a function with RunState.retry. TEST_LATE_GROUP: makes a group after the first step. TEST_INT8: gradients
 travel as int8. TEST_PAUSE_S: after each step.
 """
 
@@ -111,6 +111,19 @@ def batch(mesh: Mesh, call: int, is_llama: bool) -> tuple[torch.Tensor, torch.Te
     return own, own.flip(1)
 
 
+def step_by_hand(
+    training: ParallelTraining, kills: Kills, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    loss = training.backward(inputs, targets)
+    training.scaler.unscale_(training.optimizer)
+    training.clip_grad_norm_(0.5)
+    kills.here("step")
+    training.scaler.step(training.optimizer)
+    training.scaler.update()
+    dist.all_reduce(again := loss.clone())
+    return loss + 0 * again
+
+
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[3])
     sizes, schedule, model, states, *_ = (*sys.argv[2].split(":"), "", "", "")
@@ -137,6 +150,8 @@ def main() -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
         run = bps.RunState(module, training.optimizer, scheduler=scheduler, scaler=training.scaler)
         begun, numbers = run.iteration, run.iterations(steps)
+        if "TEST_RETRY" in os.environ:
+            training.step = run.retry(functools.partial(step_by_hand, training, kills))
     dist.barrier()  # between restore() and the first step
     say(f"rank {bps.rank()} begins at step {begun} (process {os.getpid()})")
     for number in numbers:

@@ -14,44 +14,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
-#: Larger buffers, such as masks, are not copied in order to take changes back.
-_MOST_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class SavedBuffer:
-    """A buffer before a forward pass. ``value``: a copy; None if it is large."""
-
-    owner: nn.Module
-    name: str
-    tensor: torch.Tensor
-    version: int
-    value: torch.Tensor | None
-
-    @property
-    def has_changed(self) -> bool:
-        """True if the forward pass has changed the buffer. Norms change theirs in a way that tensors do not count."""
-        norm = isinstance(self.owner, _NormBase) and self.owner.training
-        return norm or self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
-
-    def restore(self) -> None:
-        """Take back the changes."""
-        if self.value is not None:
-            self.tensor.data.copy_(self.value)
-            self.owner._buffers[self.name] = self.tensor
-
-
-def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
-    """The buffers of ``modules``, and of the modules in them, that are saved."""
-    return [
-        SavedBuffer(owner, name, buffer, buffer._version, buffer.clone() if buffer.nbytes <= _MOST_BYTES else None)
-        for module in modules
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+from byteps_py.torch.run.model_state import SavedBuffer, saved_buffers
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from byteps_py.parallel.pipe.buffers import SavedBuffer, as_before, saved_buffers
+from byteps_py.parallel.pipe.buffers import as_before
 from byteps_py.parallel.pipe.skips import MAIN, forward_pass
 from byteps_py.parallel.pipe.trees import described, flatten, unflatten
+from byteps_py.torch.run.model_state import SavedBuffer, saved_buffers
 
 
 @dataclass(slots=True)

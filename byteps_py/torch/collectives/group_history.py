@@ -84,6 +84,7 @@ class GroupHistory:
     _is_over: bool = False
     _copied: int = 0
     _watched: list[tuple[Renewable, tuple[str, ...]]] = field(default_factory=list)
+    _renewed: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     _within: int = 0  # the thread that is within a call: what it calls belongs to that
 
     # ---- before the first step ----------------------------------------------------------------------------------
@@ -120,6 +121,11 @@ class GroupHistory:
             return method(*given, **named)
         finally:
             self._within = 0
+
+    def renew_with(self, method: Callable[[], None]) -> None:
+        """After a loss, call a method of an object, if it is still there: what ranks have told each other by groups is
+        not known to all."""
+        self._renewed.append(weakref.WeakMethod(method))
 
     def restored(self) -> None:
         """Ranks exchange states now, which is not done by groups."""
@@ -167,8 +173,11 @@ class GroupHistory:
         self._again(self._events[: self._restored_at])
 
     def go_on(self) -> None:
-        """The same for what came between restore() and the first step."""
+        """The same for what came between restore() and the first step. Then objects begin anew that use groups."""
         self._again(self._events[self._restored_at :])
+        for method in self._renewed:
+            if (begin_anew := method()) is not None:
+                begin_anew()
 
     def _again(self, events: Sequence[_Made | _Called]) -> None:
         works: list[Work] = []

@@ -12,10 +12,12 @@ The training thread calls.
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -26,11 +28,17 @@ from byteps_py.torch.elastic.state import Stateful
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.replication import LoopRecords, ShadowedSteps
 from byteps_py.torch.gradients.hosted.restore import restore
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper
+from byteps_py.torch.gradients.hosted.whole_steps import WholeStepTiming, make_steps_whole
 from byteps_py.torch.local import DiLoCo
 from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, pickled
 from byteps_py.torch.run.compression_state import compression_state_dict, load_of_machine
 from byteps_py.torch.run.loader_position import position_of, random_states, set_random_states
+from byteps_py.torch.run.retried_call import RetriedCall, RunParts
 from byteps_py.torch.run.trainjob_progress import TrainJobProgress
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Of what is attached. Another one is refused.
 _FORMAT = "byteps_py.RunState 1"
@@ -220,6 +228,57 @@ class RunState(LoopRecords):
                 "run.iterations(n): …`, around it"
             )
 
+    def retry(self, step: Callable[P, T]) -> Callable[P, T]:
+        """A decorator, for a function of the script's own with all that ranks do together in a step: with
+        ``bpslaunch --max-restarts``, ranks that have lost one call it again once that is back, in the same processes.
+
+        All ranks call the function alike, in the body of the loop. It computes gradients and calls ``optimizer.step()``
+        once; or evaluates, and computes no gradients. It may call any operation of bps and of torch.distributed, and
+        ``training.backward`` of ``parallelize_model``. It may compute several times for one call, with the same
+        arguments: what it computes follows from these, the model's parameters and buffers, random states, and what the
+        RunState has. What it does beside that, such as printing, it may do more than once. A gradient that is there
+        when it is called, it zeroes. Without ``--max-restarts``, or without ``shadow=True``, it is called as it is.
+
+        Raises UsageError in the loop, and with ``step_in_backward``; a call raises it if the function has left gradients
+        without a step.
+
+        >>> import torch, byteps_py as bps
+        >>> bps.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        >>> run = bps.RunState(model, optimizer)  # optimizer: usually with shadow=True
+        >>> @run.retry
+        ... def step(inputs):
+        ...     optimizer.zero_grad()
+        ...     loss = model(inputs).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return bps.allreduce(loss.detach())
+        >>> losses = [step(torch.ones(4, 2)) for _ in run.iterations(3)]
+        >>> bps.shutdown()
+        """
+        if self._shadow is None:
+            return step
+        if self._may_step or self._shadow.owes_record:
+            raise UsageError("RunState.retry was called in the loop: decorate functions before it")
+        stepper: HostedStepper = self._optimizers[0]._stepper
+        make_steps_whole(stepper)
+        run = RunParts(self._model, lambda: copy.deepcopy(self._parts()), self._put_parts_back)
+
+        @functools.wraps(step)
+        def call(*given: P.args, **named: P.kwargs) -> T:
+            timing = stepper.timing
+            if not isinstance(timing, WholeStepTiming):
+                return step(*given, **named)
+            if not self._may_step:
+                raise UsageError(
+                    f"RunState.retry: {step.__name__}() was called outside of the loop: write `for batch in run: …`, or "
+                    "`for number in run.iterations(n): …`, around it"
+                )
+            return timing.make_whole(stepper, RetriedCall(run, stepper, functools.partial(step, *given, **named)))
+
+        return call
+
     # ---- checkpoints of the script's own -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,13 +339,25 @@ class RunState(LoopRecords):
             "epoch": self.epoch + self._is_over,
             "batch": 0 if self._is_over else self.batch,
             "iteration": self.iteration,
-            "random": random_states(),
-            "groups": [[numbers_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers],
             "loader_kind": None if self._position is None else self._position.kind,
             "loader": self._position.state(is_begun) if self._position is not None and was_used else None,
+            **self._parts(),
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        """Of what is attached, all but the position."""
+        return {
+            "random": random_states(),
+            "groups": [[numbers_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers],
             "extra": {name: _state_of(each) for name, each in self.extra.items()},
             **{kind: [each.state_dict() for each in objects] for kind, objects in self._stateful.items()},
         }
+
+    def _put_parts_back(self, parts: dict[str, Any]) -> None:
+        self._load(copy.deepcopy(parts))
+        for scaler in self._stateful["scaler"]:
+            if isinstance(scaler, torch.amp.GradScaler):
+                scaler._per_optimizer_states.clear()
 
     def _checked(self, attached: object) -> dict[str, Any]:
         """``attached``, with its type. Raises UsageError if it can't be put back here."""

@@ -54,7 +54,7 @@ class InPlaceTiming(StepTiming):
     def __init__(
         self, timing: StepTiming, reducer: GradientReducer, shadow: ShadowedSteps, history: GroupHistory | None
     ) -> None:
-        self._timing, self._shadow, self._history = timing, shadow, history
+        self.timing, self._shadow, self.history = timing, shadow, history
         self._calls_before = 0  # of operations of groups, before the body of the loop that is under way
         self.under_way = timing.under_way
         reducer.leaves_losses = True
@@ -71,12 +71,12 @@ class InPlaceTiming(StepTiming):
         shadow.send_with = send_with
 
     def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
-        return self._timing.refusal(stepper, call)
+        return self.timing.refusal(stepper, call)
 
     def step(self, stepper: HostedStepper, call: StepCall) -> None:
         shadow = self._shadow
-        if self._history is not None:
-            self._history.over()
+        if self.history is not None:
+            self.history.over()
         calls, steps = shadow.calls + 1, shadow.step
         before = stepper.next.facts(), stepper.steps.are_due
 
@@ -85,7 +85,7 @@ class InPlaceTiming(StepTiming):
                 shadow.skips -= 1
                 shadow.calls += 1
             if shadow.calls < calls:
-                self._timing.step(stepper, call)
+                self.timing.step(stepper, call)
                 if shadow.loop is None or shadow.step == steps:
                     wait_until_held(shadow, has_stepped=shadow.step > steps)
             else:  # it was made, or skipped, before the loss
@@ -103,7 +103,7 @@ class InPlaceTiming(StepTiming):
     def sum(self, stepper: HostedStepper) -> None:
         def find() -> None:
             if not self._shadow.skips:
-                self._timing.sum(stepper)
+                self.timing.sum(stepper)
 
         self._repeat(stepper, find)
 
@@ -111,24 +111,24 @@ class InPlaceTiming(StepTiming):
         def clip() -> torch.Tensor:
             if self._shadow.skips:
                 return torch.full((), torch.nan, dtype=torch.float64, device="cpu")
-            return self._timing.clip(stepper, max_norm)
+            return self.timing.clip(stepper, max_norm)
 
         norm = self._repeat(stepper, clip)
         self._exchanges.append(lambda: stepper.find_clip(max_norm))
         return norm
 
     def find_overflow(self, stepper: HostedStepper) -> bool:
-        found = self._repeat(stepper, lambda: self._shadow.skips > 0 or self._timing.find_overflow(stepper))
+        found = self._repeat(stepper, lambda: self._shadow.skips > 0 or self.timing.find_overflow(stepper))
         self._exchanges.append(stepper.find_overflow)
         return found
 
     def zero(self, stepper: HostedStepper) -> None:
-        self._timing.zero(stepper)
+        self.timing.zero(stepper)
         if self._kept is None:
             self._exchanges.clear()
 
     def drop(self, stepper: HostedStepper) -> None:
-        self._timing.drop(stepper)
+        self.timing.drop(stepper)
         self._forget()
 
     def _forget(self) -> None:
@@ -187,19 +187,18 @@ class InPlaceTiming(StepTiming):
 
     def _refusal(self) -> str:
         """Why all ranks are to be started again; "": they need not."""
-        if self._history is None:
-            return "groups were made after the optimizer" if dist.is_initialized() else ""
-        if self._history.refusal or self._history.calls == self._calls_before:
-            return self._history.refusal
+        why = why_not_in_place(self.history)
+        if why or self.history is None or self.history.calls == self._calls_before:
+            return why
         return (
-            "the script has called operations of torch.distributed since the step before, and only parallelize_model() "
-            "makes them again"
+            "the script has called operations of torch.distributed since the step before, outside of a function with "
+            "RunState.retry"
         )
 
     def _begin_body(self) -> None:
         """Other machines hold the step before, and a rank that is started again begins here."""
-        if self._history is not None:
-            self._calls_before = self._history.calls
+        if self.history is not None:
+            self._calls_before = self.history.calls
 
     def _go_back(
         self, context: Context, stepper: HostedStepper, lost: PeerLostError, reached: tuple[int, int], calls: int
@@ -207,8 +206,8 @@ class InPlaceTiming(StepTiming):
         """``reached``: the step, and the number of calls, that this rank had come to when it heard of the loss."""
         shadow, (step, calls_now) = self._shadow, reached
         join_next(context, lost)
-        if self._history is not None:
-            self._history.begin_anew()
+        if self.history is not None:
+            self.history.begin_anew()
         stepper.drop_sums()
         with held_states(stepper, shadow):
             if shadow.step < step - (calls_now > calls):
@@ -217,8 +216,15 @@ class InPlaceTiming(StepTiming):
                 shadow.calls = calls_now if step == shadow.step else calls
             agree_on_calls(shadow)
         context.session.note_synced()
-        if self._history is not None:
-            self._history.go_on()
+        if self.history is not None:
+            self.history.go_on()
+
+
+def why_not_in_place(history: GroupHistory | None) -> str:
+    """Why all ranks are to be started again, whatever they do in a step; "": they need not."""
+    if history is None:
+        return "groups were made after the optimizer" if dist.is_initialized() else ""
+    return history.refusal
 
 
 def outlast(

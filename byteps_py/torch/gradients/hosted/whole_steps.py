@@ -20,21 +20,24 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from byteps_py.errors import PeerLostError
+from byteps_py.errors import PeerLostError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_history import GroupHistory
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.held_step import agree_on_calls
 from byteps_py.torch.gradients.hosted.in_place import (
+    InPlaceTiming,
     held_states,
     join_next,
     outlast,
     too_far,
     wait_until_held,
+    why_not_in_place,
 )
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepTiming
+from byteps_py.torch.gradients.hosted.timings import InBackwardTiming
 from byteps_py.torch.gradients.stepper import StepCall
 
 T = TypeVar("T")
@@ -59,15 +62,12 @@ class RepeatableCall(Protocol[T_co]):
     def put_back(self, state: Any) -> None:
         """Be as of ``state``."""
 
-    def begin_anew(self) -> None:
-        """A rank was started again: what ranks have told each other in calls before is not known to all."""
-
 
 class WholeStepTiming(StepTiming):
-    """In step(), and with ``make_whole`` again after a loss. ``history``: of the groups by which ranks compute. See
-    BYTEPS_MAX_RESTARTS."""
+    """In step(), and with ``make_whole`` again after a loss. ``history``: of the groups by which ranks compute, if
+    there are any. See BYTEPS_MAX_RESTARTS."""
 
-    def __init__(self, reducer: GradientReducer, shadow: ShadowedSteps, history: GroupHistory) -> None:
+    def __init__(self, reducer: GradientReducer, shadow: ShadowedSteps, history: GroupHistory | None) -> None:
         self._shadow, self._history = shadow, history
         reducer.leaves_losses = True
         self._is_whole = False  # make_whole() makes the step
@@ -82,7 +82,7 @@ class WholeStepTiming(StepTiming):
         shadow.send_with = send_with
 
     def step(self, stepper: HostedStepper, call: StepCall) -> None:
-        self._history.over(counts=False)
+        self._note_first_step()
         shadow, steps = self._shadow, self._shadow.step
         super().step(stepper, call)
         if self._is_whole and (shadow.loop is None or shadow.step == steps):
@@ -95,9 +95,12 @@ class WholeStepTiming(StepTiming):
 
     def make_whole(self, stepper: HostedStepper, call: RepeatableCall[T]) -> T:
         """``call``, and again after a loss. All ranks call it alike. Raises the loss if there is no step to go on from
-        yet, or if the groups can't begin anew; and CommunicationError if there is no state to go on from."""
+        yet, or if the groups can't begin anew; and CommunicationError if there is no state to go on from. Within another
+        call, it is a part of that."""
+        if self._is_whole:
+            return call.make()
         contexts.current().check_caught_up()
-        self._history.over(counts=False)
+        self._note_first_step()
         shadow, steps = self._shadow, self._shadow.step
         kept = _KeptCall(stepper, call, shadow.calls, call.state())
 
@@ -120,6 +123,10 @@ class WholeStepTiming(StepTiming):
         elif len(self._kept) <= _MOST_CALLS:
             self._kept.append(kept)
         return found
+
+    def _note_first_step(self) -> None:
+        if self._history is not None:
+            self._history.over(counts=False)
 
     def _hold(self, send: Callable[[], None]) -> None:
         """Return once other machines hold the step of the loop's body, whose record ``send`` sends. After a loss, the
@@ -170,20 +177,23 @@ class WholeStepTiming(StepTiming):
 
         def go_back(context: Context, lost: PeerLostError, reached: tuple[int, int]) -> None:
             self._go_back(context, kept, lost, made=reached[0])
-            kept.call.begin_anew()
 
         return outlast(self._shadow, self._refusal, go_back, make, again)
 
     def _refusal(self) -> str:
         if len(self._kept) > _MOST_CALLS:
-            return f"there were more than {_MOST_CALLS} calls of training.step() and evaluate() in a body of the loop"
-        return self._history.refusal
+            return (
+                f"there were more than {_MOST_CALLS} calls of training.step(), evaluate() and functions with "
+                "RunState.retry in a body of the loop"
+            )
+        return why_not_in_place(self._history)
 
     def _go_back(self, context: Context, kept: _KeptCall, lost: PeerLostError, made: int) -> None:
         """``made``: the step that this rank had come to when it heard of the loss."""
         shadow, stepper = self._shadow, kept.stepper
         join_next(context, lost)
-        self._history.begin_anew()
+        if self._history is not None:
+            self._history.begin_anew()
         stepper.drop()
         stepper.drop_sums()
         with held_states(stepper, shadow):
@@ -191,7 +201,22 @@ class WholeStepTiming(StepTiming):
                 raise too_far(shadow, made)
             agree_on_calls(shadow)
         context.session.note_synced()
-        self._history.go_on()
+        if self._history is not None:
+            self._history.go_on()
+
+
+def make_steps_whole(stepper: HostedStepper) -> None:
+    """From its first step on, steps of ``stepper`` are made with ``make_whole``, in a job whose ranks are started
+    again. Raises UsageError if its steps begin in the backward pass."""
+    timing = stepper.timing
+    inner = timing.timing if isinstance(timing, InPlaceTiming) else timing
+    if isinstance(inner, InBackwardTiming):
+        raise UsageError(
+            "RunState.retry does not go together with step_in_backward, whose steps begin before the function has "
+            "computed all gradients: leave one of the two out"
+        )
+    if isinstance(timing, InPlaceTiming) and stepper.shadow is not None:
+        stepper.timing = WholeStepTiming(stepper.reducer, stepper.shadow, timing.history)
 
 
 class _KeptCall:
