@@ -11,7 +11,7 @@ from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.core import StopRequested
+from byteps_py.scheduler.core import LinksChanged, StopRequested
 from byteps_py.scheduler.member_links.journal import replay
 from byteps_py.scheduler.member_links.links import STRANGERS_WAIT, MemberLinks
 
@@ -175,6 +175,26 @@ def test_news_have_no_number_and_are_not_written_down() -> None:
     assert one.bodies()[2:] == ["stalled", "stack_report"]
     assert all(message.number == 0 for message in one.heard[2:])
     assert len(plane.disk) == written
+
+
+def test_a_scheduler_that_has_had_links_probed_can_be_started_again() -> None:
+    """When a probe is due follows from heartbeats, which are not written down."""
+    plane = Plane(num_workers=2, num_servers=2, rebalance_links=True)
+    one, *_ = [plane.add(each) for place in (0, 1) for each in (worker(place, k=2), server(place, k=2))]
+    plane.settle()
+    for member in plane.members:
+        member.say(ready=pb.Ready())
+    plane.settle()
+    slow = min(running(plane).core.job.roster.workers(), key=lambda each: each.connection).id
+    plane.do(LinksChanged({slow: 100.0}, "it is slow"))
+    for _ in range(20):
+        plane.tick(0.5)
+        for member in plane.members:
+            member.say(heartbeat=pb.Heartbeat())
+        plane.settle()
+    assert "probe" in one.bodies()
+    plane.crash()
+    plane.start()
 
 
 def test_no_token_is_written_down() -> None:

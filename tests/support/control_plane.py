@@ -14,6 +14,7 @@ from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.core import ClockTicked
 from byteps_py.scheduler.member_links.journal import freeze, replay
 from byteps_py.scheduler.member_links.links import (
+    LinkEvent,
     MemberLinks,
     Restarted,
     Sent,
@@ -109,7 +110,12 @@ class Plane:
     def tick(self, by_s: float = 0.0) -> None:
         self.now += by_s
         if self.links is not None:
-            self._held += self.links.handle(ClockTicked(), self.now)
+            self.do(ClockTicked())
+
+    def do(self, event: LinkEvent) -> None:
+        """Something of the scheduler's own."""
+        assert self.links is not None
+        self._held += self.links.handle(event, self.now)
 
     def wait(self, for_s: float) -> None:
         """Time passes, and who is connected lives."""

@@ -58,8 +58,9 @@ STRANGERS_WAIT = 2
 #: The home of a worker: its machine's id, and its index.
 Home = tuple[str, int]
 
-#: The answers of the scheduler to messages without a number: they may be lost with a connection, as those may.
-_FLEETING = ("stalled", "stack_report", "slow", "ask")
+#: The answers of the scheduler to messages without a number: they may be lost with a connection, as those may. What
+#: follows from heartbeats, which are not logged, must be one of these: a replay would not lead to it.
+_FLEETING = ("stalled", "stack_report", "slow", "ask", "probe", "relays")
 
 #: The event that a record is of, by the kind of its body.
 _EVENTS: Mapping[str, Callable[[JournalRecord], Event]] = {
