@@ -8,7 +8,8 @@ and buffers are. TEST_KILLS: "RANK:CALL:WHERE …": the rank kills itself there,
 "step" (before the optimizer's), "after" (the step); and with the CALL "again", in a process that is not the first one,
 "mesh" (before it is made) and "restore". TEST_BY_HAND: ``training.restore()`` in place of a RunState. TEST_FLOAT16:
 with a GradScaler. TEST_EVALUATE: after each step; then WHERE may be "evaluation". TEST_OVERFLOW: a call in which the
-gradients of one batch overflow. TEST_RETRY: steps by hand, in a function with RunState.retry. TEST_LATE_GROUP: makes a group after the first step. TEST_INT8: gradients
+gradients of one batch overflow. TEST_RETRY: steps by hand, in a function with RunState.retry. TEST_LATE_GROUP: makes a
+group after the first step. TEST_INT8: gradients
 travel as int8. TEST_PAUSE_S: after each step.
 """
 
@@ -111,9 +112,7 @@ def batch(mesh: Mesh, call: int, is_llama: bool) -> tuple[torch.Tensor, torch.Te
     return own, own.flip(1)
 
 
-def step_by_hand(
-    training: ParallelTraining, kills: Kills, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def step_by_hand(training: ParallelTraining, kills: Kills, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     loss = training.backward(inputs, targets)
     training.scaler.unscale_(training.optimizer)
     training.clip_grad_norm_(0.5)

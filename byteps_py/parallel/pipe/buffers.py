@@ -8,7 +8,7 @@ during a step. At its end all take those of the first copy, as with torch's Dist
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch

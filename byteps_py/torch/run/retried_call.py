@@ -40,8 +40,8 @@ class RetriedCall(Generic[T]):
         found = self._call()
         if self._stepper.wrapped.passes.has_begun:
             raise UsageError(
-                "RunState.retry: the function has computed gradients after its last optimizer.step(), and would have to "
-                "be repeated with the one that steps: compute all gradients of a step, and call step(), in one function"
+                "RunState.retry: the function has computed gradients and has not stepped with them, so it can't be "
+                "called again by itself: compute all gradients of a step, and call optimizer.step(), in one function"
             )
         return found
 
@@ -51,7 +51,8 @@ class RetriedCall(Generic[T]):
         )
 
     def state(self) -> _Before:
-        tensors = [each for each in tree_leaves((self._call.args, self._call.keywords)) if isinstance(each, torch.Tensor)]
+        leaves = tree_leaves((self._call.args, self._call.keywords))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         params = self._stepper.wrapped.params
         return _Before(
             self._run.copies(), ModelState.of(self._run.model, tensors), [_GradientBefore.of(each) for each in params]

@@ -239,8 +239,8 @@ class RunState(LoopRecords):
         RunState has. What it does beside that, such as printing, it may do more than once. A gradient that is there
         when it is called, it zeroes. Without ``--max-restarts``, or without ``shadow=True``, it is called as it is.
 
-        Raises UsageError in the loop, and with ``step_in_backward``; a call raises it if the function has left gradients
-        without a step.
+        Raises UsageError in the loop, and with ``step_in_backward``. A call raises it outside of the loop, and if the
+        function has left gradients without a step.
 
         >>> import torch, byteps_py as bps
         >>> bps.init()
@@ -272,8 +272,8 @@ class RunState(LoopRecords):
                 return step(*given, **named)
             if not self._may_step:
                 raise UsageError(
-                    f"RunState.retry: {step.__name__}() was called outside of the loop: write `for batch in run: …`, or "
-                    "`for number in run.iterations(n): …`, around it"
+                    "RunState.retry: the function was called outside of the loop: write `for batch in run: …`, or `for "
+                    "number in run.iterations(n): …`, around it"
                 )
             return timing.make_whole(stepper, RetriedCall(run, stepper, functools.partial(step, *given, **named)))
 
@@ -356,7 +356,7 @@ class RunState(LoopRecords):
     def _put_parts_back(self, parts: dict[str, Any]) -> None:
         self._load(copy.deepcopy(parts))
         for scaler in self._stateful["scaler"]:
-            if isinstance(scaler, torch.amp.GradScaler):
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
                 scaler._per_optimizer_states.clear()
 
     def _checked(self, attached: object) -> dict[str, Any]:

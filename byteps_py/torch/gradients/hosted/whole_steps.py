@@ -95,8 +95,8 @@ class WholeStepTiming(StepTiming):
 
     def make_whole(self, stepper: HostedStepper, call: RepeatableCall[T]) -> T:
         """``call``, and again after a loss. All ranks call it alike. Raises the loss if there is no step to go on from
-        yet, or if the groups can't begin anew; and CommunicationError if there is no state to go on from. Within another
-        call, it is a part of that."""
+        yet, or if the groups can't begin anew; and CommunicationError if there is no state to go on from. Within
+        another call, it is a part of that."""
         if self._is_whole:
             return call.make()
         contexts.current().check_caught_up()
