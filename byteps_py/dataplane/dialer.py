@@ -19,7 +19,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.config.variables import MOST_RAILS
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import WRONG, CallerHandshake, bound_to
-from byteps_py.dataplane.link_usage import descriptor_of
+from byteps_py.dataplane.link_usage import TcpCounters, descriptor_of
 from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages
 from byteps_py.dataplane.rdma_lane import RdmaLane
@@ -160,6 +160,11 @@ class Dialer:
     def is_open(self) -> bool:
         """True while messages can be sent."""
         return self._is_welcome
+
+    @property
+    def read_counters(self) -> TcpCounters | None:
+        """What the other end has read here by RDMA, over this connection; None: nothing travels so."""
+        return self._placed.counters if self._placed is not None else None
 
     @property
     def failures(self) -> int:

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
@@ -71,6 +71,12 @@ def tcp_counters(descriptor: int) -> TcpCounters | None:
     return TcpCounters(struct.unpack_from("<Q", info, _ACKED)[0], busy_us * _US, unread_us * _US)
 
 
+def of_reads(counters: Mapping[int, TcpCounters]) -> Callable[[int], TcpCounters | None]:
+    """What others have read by RDMA, by descriptor of the connection that tells of it: where that leads to another
+    machine. The messages on it are too small to show a rate."""
+    return lambda descriptor: counters.get(descriptor) if tcp_counters(descriptor) is not None else None
+
+
 class UsageMeter:
     """Counts the bytes sent to each peer between two reports."""
 
@@ -79,10 +85,13 @@ class UsageMeter:
         self._reported_s = clock()
         self._before: dict[int, dict[int, TcpCounters]] = {}  # by peer and descriptor
 
-    def report(self, connections: Iterable[tuple[int, int]]) -> list[pb.LinkUsage]:
+    def report(
+        self, connections: Iterable[tuple[int, int]], counters: Callable[[int], TcpCounters | None] | None = None
+    ) -> list[pb.LinkUsage]:
         """``connections``: (peer, descriptor of a connection to it). Several to one peer, over several network cards,
         are busy at the same time. Peers to which nothing was sent are left out, and if there are very many those that
-        were sent least. Empty if the last report was just now."""
+        were sent least. Empty if the last report was just now. ``counters``: of a descriptor; by default those of the
+        system."""
         from byteps_py.proto import control_pb2 as pb  # ranks count as well, and need no messages of the scheduler
 
         now_s = self._clock()
@@ -91,7 +100,7 @@ class UsageMeter:
         self._reported_s = now_s
         before, self._before, found = self._before, {}, dict[int, pb.LinkUsage]()
         for peer, descriptor in connections:
-            now = tcp_counters(descriptor)
+            now = (counters or tcp_counters)(descriptor)
             if now is None:
                 continue
             # Bytes that a peer got before the first look at it are not recent; those of a new connection are.

@@ -29,7 +29,7 @@ from byteps_py.config.variables import MOST_RAILS
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.dialer import silence_options
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake, bound_to
-from byteps_py.dataplane.link_usage import UsageMeter
+from byteps_py.dataplane.link_usage import UsageMeter, of_reads
 from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages, PlacedTracker
 from byteps_py.dataplane.rdma_lane import RdmaLane
@@ -256,10 +256,14 @@ class DataListener:
         return peer if peer is not None and peer.identity in self._peers else None
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """The bytes sent to each machine since the last call: see UsageMeter. By RDMA: not known."""
-        if self._lane is not None:
-            return []
-        return self._usage.report((machine, peer.descriptor) for (machine, _), peer in self._by_rail.items())
+        """The bytes sent to each machine since the last call: see UsageMeter. With RDMA: those read by it."""
+        connections = [(machine, peer.descriptor) for (machine, _), peer in self._by_rail.items()]
+        if self._lane is None:
+            return self._usage.report(connections)
+        peers = self._by_rail.values()
+        return self._usage.report(
+            connections, of_reads({each.descriptor: each.placed.counters for each in peers if each.placed is not None})
+        )
 
     @property
     def addresses(self) -> list[str]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from byteps_py.dataplane.link_usage import TcpCounters
 from byteps_py.dataplane.rdma_lane import MemoryRead, RdmaLane
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import CommunicationError, ProtocolError
@@ -30,6 +31,9 @@ from byteps_py.wire.data_link import Header, Kind
 
 #: Reads that one other end may ask for at the same time. Its credit allows far fewer.
 _MOST_READS = 1024
+#: What a PLACED_READ says: the number of the message, and the microseconds in which the receiver has read anything.
+_READ = struct.Struct("<QQ")
+_LEAST_S = 1e-6
 _OWN = frozenset((Kind.MEMORY, Kind.PLACED, Kind.PLACED_READ))
 
 
@@ -95,6 +99,8 @@ class PlacedMessages:
         self._told = 0  # how many segments the other end knows
         self._held: dict[int, Data] = {}  # by message number: what the other end is to read
         self._waiting: deque[_Waiting] = deque()
+        self._reading_s, self._read_until_s = 0.0, 0.0  # in which any read was under way here, and when the last ended
+        self._bytes_read_there, self._reading_there_s = 0, 0.0  # at the other end
         self._moved_s = 0.0  # when a read has ended, or the first one began
         self._is_closed = False
         self.was_tried = False  # a payload was to be read, at either end
@@ -129,6 +135,11 @@ class PlacedMessages:
     def holds(self, number: int) -> bool:
         """True while the other end is to read the payload of message ``number``."""
         return number in self._held
+
+    @property
+    def counters(self) -> TcpCounters:
+        """The bytes that the other end has read here, and the time in which it read, as it says."""
+        return TcpCounters(self._bytes_read_there, self._reading_there_s, 0.0)
 
     # ---- in ------------------------------------------------------------------------------------------------------
 
@@ -166,11 +177,13 @@ class PlacedMessages:
             raise ProtocolError(f"its memory can't be read by RDMA: {error}") from error
 
     def _were_read(self, text: bytes) -> None:
-        if len(text) % 8:
-            raise ProtocolError(f"{len(text)} bytes are no numbers of messages, which have 8 each")
-        for (number,) in struct.iter_unpack("<Q", text):
-            if self._held.pop(number, None) is not None:
+        if len(text) % _READ.size:
+            raise ProtocolError(f"{len(text)} bytes do not say what was read, as {_READ.size} for each payload do")
+        for number, reading_us in _READ.iter_unpack(text):
+            if (payload := self._held.pop(number, None)) is not None:
                 self._lane.hold(-1)
+                self._bytes_read_there += len(payload)
+                self._reading_there_s = max(self._reading_there_s, reading_us * 1e-6)
                 self.has_worked = True
 
     def _begin(self, header: Header, sealed: bytes) -> None:
@@ -198,8 +211,11 @@ class PlacedMessages:
         self.has_worked = True
         self._moved_s = self._end.loop.time()
         one.payload = zmq.Frame(one.read.memory.data, copy=False)
+        until_s = max(one.read.until_s, one.read.began_s + _LEAST_S)
+        self._reading_s += max(0.0, until_s - max(one.read.began_s, self._read_until_s))
+        self._read_until_s = max(self._read_until_s, until_s)
         one.read, one.is_read = None, True
-        self._end.say(Kind.PLACED_READ, struct.pack("<Q", one.number))
+        self._end.say(Kind.PLACED_READ, _READ.pack(one.number, int(self._reading_s * 1e6)))
         while self._waiting and self._waiting[0].is_read and not self._is_closed:
             self._deliver(self._waiting.popleft())
 

@@ -82,6 +82,8 @@ class MemoryRead:
     done: Callable[[str], None]
     handle: object = None
     taken_back_s: float = 0.0  # when; 0: somebody waits for it
+    began_s: float = 0.0
+    until_s: float = 0.0  # when it was last seen to be under way, which is less late than when its end was seen
 
 
 class Poster(Protocol):
@@ -255,6 +257,7 @@ class RdmaLane:
             if read.taken_back_s:
                 continue
             try:
+                read.began_s = read.until_s = time.monotonic()
                 here = read.memory.__array_interface__["data"][0]
                 read.handle = self._agent.read(read.name, read.there, here, read.memory.nbytes)
                 self._reads.append(read)
@@ -266,6 +269,7 @@ class RdmaLane:
                 if self._agent.is_done(read.handle):
                     ended.append((read, ""))
                 elif not read.taken_back_s or time.monotonic() - read.taken_back_s < self.patience_s:
+                    read.until_s = time.monotonic()
                     going.append(read)
                     continue
                 else:

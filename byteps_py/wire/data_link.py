@@ -96,7 +96,8 @@ class Kind(enum.IntEnum):
     # A message whose payload the receiver reads itself: ``length`` bytes at address ``segment_offset`` of the sender;
     # payload: its sealed header
     PLACED = 25
-    # The receiver has read payloads: their memory may change. Payload: the numbers of the PLACED messages, 8 bytes each
+    # The receiver has read payloads: their memory may change. Payload: for each the number of its PLACED, 8 bytes, and
+    # for how many microseconds the receiver has read anything so far, 8 bytes
     PLACED_READ = 26
 
 

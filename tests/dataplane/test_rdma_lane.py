@@ -16,6 +16,7 @@ from support.lanes import TcpLane
 from support.rdma import StandInAgent
 from support.summation import SETTINGS
 
+from byteps_py.dataplane.link_usage import TcpCounters, UsageMeter
 from byteps_py.dataplane.nixl_agent import NixlAgent
 from byteps_py.errors import CommunicationError, IntegrityError, ProtocolError
 from byteps_py.system import rdma_devices
@@ -78,6 +79,32 @@ def test_large_payloads_are_read_in_both_directions_and_small_ones_are_sent(both
     both.lane.until(lambda: len(both.lane.came) == 2)
     assert both.lane.came[1][1] == data
     assert machine.bytes_read == NBYTES
+
+
+def test_what_was_read_is_counted_with_the_time_that_it_took(both: Both) -> None:
+    """For the rates of links: see UsageMeter."""
+    link = both.lane.link
+    assert link.read_counters == (0, 0.0, 0.0)
+    began_s = both.lane.loop.time()
+    for index in range(3):
+        both.push(index)
+    both.wait(3)
+    both.settle()
+    took_s = both.lane.loop.time() - began_s
+    assert link.read_counters is not None
+    assert link.read_counters.acked == 3 * NBYTES
+    assert 0 < link.read_counters.busy_s < took_s  # reads at the same time count once
+    clock = [0.0]
+    meter = UsageMeter(lambda: clock[0])
+    reports = []
+    for bytes_read in (10, 40, 90):
+        clock[0] += 1
+        counters = TcpCounters(bytes_read, bytes_read / 10, 0.0)
+        reports.append(
+            [(each.peer, each.bytes, each.busy_s) for each in meter.report([(7, 3), (8, 4)], {3: counters}.get)]
+        )
+    assert reports == [[], [(7, 30, 3.0)], [(7, 50, 5.0)]]
+    assert both.lane._server.link_usage() == []  # a connection of one machine with itself shows no link
 
 
 def test_an_answer_from_other_memory_is_sent(both: Both) -> None:

@@ -9,7 +9,7 @@ import zmq
 
 from byteps_py.arrivals import Order, Place, Turn
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.link_usage import UsageMeter
+from byteps_py.dataplane.link_usage import UsageMeter, of_reads
 from byteps_py.dataplane.long_links import round_trip_of
 from byteps_py.errors import (
     ProtocolError,
@@ -239,11 +239,14 @@ class Network:
         return self._me
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """The bytes sent to each server of another machine since the last call: see UsageMeter. By RDMA: not known."""
-        if self.rdma is not None:
-            return []
-        links = ((server, each) for server, link in self._links.items() for each in link.rails)
-        return self._usage.report((server, each.descriptor) for server, each in links if each.is_open)
+        """The bytes sent to each server of another machine since the last call: see UsageMeter. With RDMA: those that
+        were read."""
+        links = [(server, each) for server, link in self._links.items() for each in link.rails if each.is_open]
+        connections = [(server, each.descriptor) for server, each in links]
+        if self.rdma is None:
+            return self._usage.report(connections)
+        found = {each.descriptor: counters for _, each in links if (counters := each.read_counters) is not None}
+        return self._usage.report(connections, of_reads(found))
 
     def link_rates(self) -> pb.InterfaceRates | None:
         """The rates of the machine's link since the last call, if they are known: see LinkRateMeter."""

@@ -14,6 +14,7 @@ import zmq
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
+from byteps_py.dataplane.link_usage import TcpCounters
 from byteps_py.dataplane.rdma_lane import RdmaLane
 from byteps_py.errors import (
     BytePSError,
@@ -79,6 +80,11 @@ class ServerLink(ABC):
     def descriptor(self) -> int:
         """Of its TCP connection; -1: it has none."""
         return -1
+
+    @property
+    def read_counters(self) -> TcpCounters | None:
+        """What the server has read here by RDMA; None: nothing travels so."""
+        return None
 
     @property
     def rails(self) -> Sequence[ServerLink]:
@@ -198,6 +204,10 @@ class TcpLink(ServerLink, Owner):
     @property
     def descriptor(self) -> int:
         return self._dialer.descriptor
+
+    @property
+    def read_counters(self) -> TcpCounters | None:
+        return self._dialer.read_counters
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(PendingRequest(header, payload, offset))
