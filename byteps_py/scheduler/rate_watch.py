@@ -94,6 +94,9 @@ _PROBE_LIMIT_S = 8.0
 #: A link that looks slow is probed once it has looked so for this long. If nothing has come of it for so long after the
 #: time in which a rate must hold, it counts as slow.
 _SUSPECT_S, _CONFIRM_LIMIT_S = 1.0, 3.0
+#: A probe that shows no more than so many times the rate that is suspected proves it. One that shows more is repeated,
+#: up to so many times: it had to share other machines' links.
+_PROVEN, _MOST_SUSPECT_PROBES = 1.1, 3
 #: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
 #: seconds.
 RETRY_S = 20.0
@@ -282,6 +285,14 @@ class UsageWindow:
         self._reports.clear()
 
 
+class _Lately(NamedTuple):
+    """Of all links, in the last minutes: how often shares have followed, and how often one looked slow and was not. In
+    a job in which one link looks slower than it is, all may."""
+
+    epochs: int
+    cleared: int
+
+
 class Trend(enum.Enum):
     """The judgement of a link, against the rate that it is known to have."""
 
@@ -312,8 +323,7 @@ class _Link:
     probed_mbit: float = 0.0  # what the last probe has shown
     probed_until_s: float = 0.0  # for how long that is evidence
     doubts: int = 0  # the probes that are still to show whether it was measured too low
-    shown_mbit: float | None = None  # it looks slow, and a probe showed this much
-    cleared_s: list[float] = field(default_factory=list)  # it looked slow, and a probe showed that it is not
+    shown_mbit: list[float] = field(default_factory=list)  # it looks slow, and probes showed this much
 
     @classmethod
     def of(cls, usual_mbit: float, known_mbit: float) -> _Link:
@@ -390,7 +400,7 @@ class _Link:
         if trend is Trend.SAME and self.trend is not Trend.SAME:
             self.brief_s.append(now_s)
         if trend is not self.trend or now_s - self.seen_s > _SILENT_S:
-            self.trend, self.held_s, self.seen, self.shown_mbit = trend, 0.0, [], None
+            self.trend, self.held_s, self.seen, self.shown_mbit = trend, 0.0, [], []
         else:
             self.held_s += min(now_s - self.seen_s, 2 * EVERY_S)
         self.seen.append(seen)
@@ -418,33 +428,36 @@ class _Link:
     @property
     def is_suspected(self) -> bool:
         """It looks slow, and a probe can show whether it is."""
-        is_slower = self.trend is Trend.SLOWER and len(self.seen) >= _HOLDS
-        return is_slower and self.shown_mbit is None and self.seen[-1].sign in (Sign.SENDS, Sign.RECEIVES)
+        if self.trend is not Trend.SLOWER or len(self.seen) < _HOLDS:
+            return False
+        is_proven = bool(self.shown_mbit) and self.shown_mbit[-1] <= _PROVEN * self._seen_mbit
+        is_open = not is_proven and len(self.shown_mbit) < _MOST_SUSPECT_PROBES
+        return is_open and self.seen[-1].sign in (Sign.SENDS, Sign.RECEIVES)
 
-    def suspect_due_s(self, now_s: float, epochs: int) -> float:
+    def suspect_due_s(self, now_s: float, lately: _Lately) -> float:
         """When to probe it for that."""
-        wait_s = self.hold_s(epochs) - HOLD_S + _SUSPECT_S - self.held_s
+        wait_s = self.hold_s(lately) - HOLD_S + _SUSPECT_S - self.held_s
         return now_s + max(0.0, wait_s) if self.is_suspected else math.inf
 
-    def answer_suspicion(self, mbit: float, now_s: float) -> None:
-        """A probe has shown that it carries this much, or more: probes do not fill very fast links."""
-        if self.is_suspected and mbit >= SLOWER * self.known_mbit:
+    def answer_suspicion(self, mbit: float) -> bool:
+        """A probe has shown that it carries this much, or more: probes do not fill very fast links. True if it is not
+        slow."""
+        is_cleared = self.is_suspected and mbit >= SLOWER * self.known_mbit
+        if is_cleared:
             self.trend, self.held_s, self.seen = Trend.SAME, 0.0, []
-            self.cleared_s.append(now_s)
         elif self.is_suspected:
-            self.shown_mbit = mbit
+            self.shown_mbit.append(mbit)
+        return is_cleared
 
-    def is_due(self, now_s: float, epochs: int) -> bool:
-        """``epochs``: how often shares have followed links lately."""
+    def is_due(self, now_s: float, lately: _Lately) -> bool:
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
-        self.cleared_s = [at_s for at_s in self.cleared_s if now_s - at_s < REMEMBERED_S]
         if self.sign is None and not self.changes_s:
             self.retries = 0
-        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= self.hold_s(epochs)
+        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= self.hold_s(lately)
 
-    def hold_s(self, epochs: int) -> float:
+    def hold_s(self, lately: _Lately) -> float:
         """For how long a rate must be another one."""
-        doublings = max(0, len(self.changes_s) - 1, epochs - _MOST_EPOCHS) + len(self.cleared_s)
+        doublings = max(0, len(self.changes_s) - 1, lately.epochs - _MOST_EPOCHS) + lately.cleared
         return HOLD_S * float(2 ** min(_MOST_DOUBLINGS, doublings))
 
     def brief_changes(self, now_s: float) -> int:
@@ -460,13 +473,17 @@ class _Link:
         return is_new
 
     @property
+    def _seen_mbit(self) -> float:
+        """What transfers show, of a time when all reports were of the new rate."""
+        return statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
+
+    @property
     def new_mbit(self) -> float:
         """The rate as it is now. A link that has become faster than its share needs waits for the others, and shows no
         rate: it is taken to be as fast as at the start."""
-        # Of a time when all reports were of the new rate.
-        mbit = statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
+        mbit = self._seen_mbit
         if self.trend is Trend.SLOWER:
-            return max(mbit, self.shown_mbit or 0.0)
+            return max(mbit, max(self.shown_mbit, default=0.0))
         return self.usual_mbit if self.trend is Trend.FASTER and mbit > SLOWER * self.usual_mbit else mbit
 
 
@@ -490,6 +507,7 @@ class RateWatch:
         self._judged_s = -EVERY_S
         self._settled_s = 0.0
         self._epochs_s: list[float] = []  # when shares followed
+        self._cleared_s: list[float] = []  # when a link looked slow and was not
         self._told: dict[int, float] = {}  # of changes that need no other shares: the rate
         self._probes = 0  # so far
         self._probe: ProbeOrder | None = None  # that has no answer yet
@@ -549,7 +567,8 @@ class RateWatch:
             elif found:
                 link.miss(now_s)
         self._epochs_s = [at_s for at_s in self._epochs_s if now_s - at_s < REMEMBERED_S]
-        due = [link for link in self._links.values() if link.is_due(now_s, len(self._epochs_s))]
+        self._cleared_s = [at_s for at_s in self._cleared_s if now_s - at_s < REMEMBERED_S]
+        due = [link for link in self._links.values() if link.is_due(now_s, self._lately)]
         changed = {
             machine: link
             for machine, link in self._links.items()
@@ -567,8 +586,12 @@ class RateWatch:
     def _awaits_probes(self, due: Sequence[_Link], changed: Collection[_Link]) -> bool:
         """Some links look slow, and may not be. If most do, it is the network, and no probe would tell more."""
         is_everywhere = 2 * sum(link.trend is Trend.SLOWER for link in changed) > len(self._links)
-        longest_s = max(link.held_s - link.hold_s(len(self._epochs_s)) for link in due)
+        longest_s = max(link.held_s - link.hold_s(self._lately) for link in due)
         return not is_everywhere and longest_s < _CONFIRM_LIMIT_S and any(link.is_suspected for link in changed)
+
+    @property
+    def _lately(self) -> _Lately:
+        return _Lately(len(self._epochs_s), len(self._cleared_s))
 
     def _is_judged(self, machine: int) -> bool:
         return machine in self._links and self._links[machine].usual_mbit >= tuning.SLOW_MBIT
@@ -578,8 +601,7 @@ class RateWatch:
         what they measure. Tell ``probed`` of the result."""
         if now_s < self._settled_s or (self._probe is not None and now_s < self._probe_until_s):
             return None
-        epochs = len(self._epochs_s)
-        suspects = [(link.suspect_due_s(now_s, epochs), machine) for machine, link in self._links.items()]
+        suspects = [(link.suspect_due_s(now_s, self._lately), machine) for machine, link in self._links.items()]
         due = [(link.probe_due_s, machine) for machine, link in self._links.items() if link.needs_probes]
         is_suspected = min(suspects, default=(math.inf, -1))[0] <= now_s
         at_s, machine = min(suspects if is_suspected else due, default=(math.inf, -1))
@@ -600,10 +622,10 @@ class RateWatch:
             return
         is_suspected, self._probe = self._probe.is_suspected, None
         link, mbit = self._links[machine], mbit if 0 < mbit < math.inf else 0.0
-        if is_suspected:
-            link.answer_suspicion(mbit, now_s)
-        else:
-            link.probed(mbit, now_s, link.hold_s(len(self._epochs_s)))
+        if not is_suspected:
+            link.probed(mbit, now_s, link.hold_s(self._lately))
+        elif link.answer_suspicion(mbit):
+            self._cleared_s.append(now_s)
 
     def restless(self, now_s: float) -> list[int]:
         """Machines whose links change all the time, so that no share follows; each is told once. None where nearly all
