@@ -23,6 +23,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -99,7 +100,8 @@ class SoakJob:
 
     def __init__(self, command: Sequence[str], task: Task, copies: int) -> None:
         self._command, self._task = command, task
-        self._environment = {**environment(), "BYTEPS_SHADOW_COPIES": str(copies)}
+        more = {"BYTEPS_SHADOW_COPIES": str(copies), "BYTEPS_JOURNAL_DIR": task.folder}  # kept if the job fails
+        self._environment = {**environment(), **more}
         self._notes, self.kills, self.folder = Notes(task), list[Kill](), Path(task.folder)
         self._latest_s, self._made = time.monotonic(), 0
 
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps jobs that failed; it must not exist")
     parser.add_argument("--json", type=Path, help="rows, one a line")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the job that runs
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="kill-soak-") as temporary:
         soaks = [Soak(layout, options, options.folder or Path(temporary)) for layout in options.layouts]

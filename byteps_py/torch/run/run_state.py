@@ -232,15 +232,16 @@ class RunState(LoopRecords):
         """A decorator, for a function of the script's own with all that ranks do together in a step: with
         ``bpslaunch --max-restarts``, ranks that have lost one call it again once that is back, in the same processes.
 
-        All ranks call the function alike, in the body of the loop. It computes gradients and calls ``optimizer.step()``
-        once; or evaluates, and computes no gradients. It may call any operation of bps and of torch.distributed, and
-        ``training.backward`` of ``parallelize_model``. It may compute several times for one call, with the same
-        arguments: what it computes follows from these, the model's parameters and buffers, random states, and what the
-        RunState has. What it does beside that, such as printing, it may do more than once. A gradient that is there
-        when it is called, it zeroes. Without ``--max-restarts``, or without ``shadow=True``, it is called as it is.
+        All ranks call the function alike. It computes gradients and calls ``optimizer.step()`` once; or evaluates, and
+        computes no gradients, in the loop's body or between epochs. It may call any operation of bps and of
+        torch.distributed, and ``training.backward`` of ``parallelize_model``. It may compute several times for one
+        call, with the same arguments: what it computes follows from these, the model's parameters and buffers, random
+        states, and what the RunState has. What it does beside that, such as printing, it may do more than once. A
+        gradient that is there when it is called, it zeroes. Before and after the loop, and without ``--max-restarts``
+        or ``shadow=True``, it is called as it is.
 
-        Raises UsageError in the loop, and with ``step_in_backward``. A call raises it outside of the loop, and if the
-        function has left gradients without a step.
+        Raises UsageError in the loop, and with ``step_in_backward``. A call raises it if the function has left
+        gradients without a step.
 
         >>> import torch, byteps_py as bps
         >>> bps.init()
@@ -257,9 +258,10 @@ class RunState(LoopRecords):
         >>> losses = [step(torch.ones(4, 2)) for _ in run.iterations(3)]
         >>> bps.shutdown()
         """
-        if self._shadow is None:
+        shadow = self._shadow
+        if shadow is None:
             return step
-        if self._may_step or self._shadow.owes_record:
+        if self._may_step or shadow.owes_record:
             raise UsageError("RunState.retry was called in the loop: decorate functions before it")
         stepper: HostedStepper = self._optimizers[0]._stepper
         make_steps_whole(stepper)
@@ -267,14 +269,9 @@ class RunState(LoopRecords):
 
         @functools.wraps(step)
         def call(*given: P.args, **named: P.kwargs) -> T:
-            timing = stepper.timing
-            if not isinstance(timing, WholeStepTiming):
+            timing, is_within = stepper.timing, self._may_step or shadow.owes_record
+            if not (isinstance(timing, WholeStepTiming) and is_within):
                 return step(*given, **named)
-            if not self._may_step:
-                raise UsageError(
-                    "RunState.retry: the function was called outside of the loop: write `for batch in run: …`, or `for "
-                    "number in run.iterations(n): …`, around it"
-                )
             return timing.make_whole(stepper, RetriedCall(run, stepper, functools.partial(step, *given, **named)))
 
         return call
