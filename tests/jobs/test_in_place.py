@@ -205,6 +205,7 @@ def test_groups_of_torch_begin_anew_in_place(kills: str, variables: dict[str, st
     ("kills", "variables"),
     [
         pytest.param("1:6:metric 0:8:backward", {"TEST_GROUPS": "1", "TEST_GROUP_METRIC": "1"}, marks=SLOW),
+        pytest.param("1:6:evaluation 0:12:evaluation", {"TEST_EPOCHS": "1"}, marks=LONG),
         pytest.param("1:6:backward 1:8:after", {"TEST_METRIC": "1", "TEST_CLIP": "1"}, marks=LONG),
         pytest.param("0:3:after 1:4:clip", {"TEST_SCALER": "1", "TEST_CLIP": "1", "TEST_METRIC": "1"}, marks=LONG),
     ],

@@ -8,7 +8,8 @@ ranks also sum their losses, after each step. TEST_INT8: gradients travel as int
 sum with error feedback.
 TEST_GROUPS: there are groups of torch.distributed, and operations of them before and after restore().
 TEST_GROUP_METRIC: also after each step, and WHERE may be "metric" (after it).
-TEST_RETRY: all of a step is a function with RunState.retry.
+TEST_RETRY: all of a step is a function with RunState.retry. TEST_EPOCHS: the steps are in two epochs, with an
+evaluation after each; WHERE may be "evaluation".
 TEST_RUN: a RunState, with a scheduler, in place of restore(). TEST_PAUSE_S: between steps.
 """
 
@@ -120,13 +121,30 @@ def main() -> None:
 
     if "TEST_RUN" in os.environ:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        run = bps.RunState(model, optimizer, scheduler=scheduler, scaler=scaler)
+        has_epochs = "TEST_EPOCHS" in os.environ
+        loader = torch.utils.data.DataLoader(range(steps // 2)) if has_epochs else None
+        run = bps.RunState(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         if has_groups:
             dist.barrier()
         say(f"rank {bps.rank()} begins at step {run.iteration} (process {os.getpid()})")
         step = run.retry(body) if "TEST_RETRY" in os.environ else body
-        for call in run.iterations(steps):
-            step(call)
+
+        def evaluation() -> None:
+            with torch.no_grad():
+                loss = model.eval()(torch.rand(8, 6)).square().mean()
+            kills.here(run.iteration, "evaluation")
+            bps.push_pull(loss, name="evaluation")
+            model.train()
+
+        if has_epochs:
+            evaluate = run.retry(evaluation)
+            for _ in run.epochs(2):
+                for _ in run:
+                    step(run.iteration - 1)
+                evaluate()
+        else:
+            for call in run.iterations(steps):
+                step(call)
     else:
         scheduler = None
         first = bps.restore(model, optimizer) or 0
