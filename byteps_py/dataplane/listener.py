@@ -234,7 +234,7 @@ class DataListener:
         for peer in self._by_rail.values():
             if peer.placed is not None and peer.identity in self._peers and peer.descriptor >= 0:
                 self._cut(peer, peer.descriptor)
-            _end_rdma(peer)
+            self._end_rdma(peer)
         self._lane, self._awaits_lane = None, True
 
     def attach(self, loop: EventLoop) -> None:
@@ -289,7 +289,7 @@ class DataListener:
                 for peer in self._by_rail.values():
                     if peer.descriptor == fd:
                         peer.descriptor = -1  # by the next time, it may be another connection's
-                        _end_rdma(peer)
+                        self._end_rdma(peer)
                 if (identity := self._readers.pop(fd, None)) is not None:
                     self._peers.pop(identity, None)
                     self._departed.append(identity)
@@ -402,9 +402,13 @@ class DataListener:
         self._strangers.expel(fd)
 
     def _gone(self, peer: RemotePeer) -> None:
-        _end_rdma(peer)
-        self._asked_early = [asked for asked in self._asked_early if asked[0] is not peer]
+        self._end_rdma(peer)
         self._on_gone(peer)
+
+    def _end_rdma(self, peer: RemotePeer) -> None:
+        if peer.placed is not None:
+            peer.placed.close()
+        self._asked_early = [asked for asked in self._asked_early if asked[0] is not peer]
 
     def end(self, peer: RemotePeer, why: str) -> None:
         """The connection of a peer does not work."""
@@ -412,7 +416,7 @@ class DataListener:
         if peer.identity in self._peers and peer.descriptor >= 0:
             self._expel(peer, peer.descriptor)
         else:
-            _end_rdma(peer)
+            self._end_rdma(peer)
 
     # ---- handshake ------------------------------------------------------------------------------------------
 
@@ -562,7 +566,7 @@ class DataListener:
     def close(self) -> None:
         """End all connections and release the port."""
         for peer in (*self._peers.values(), *self._by_rail.values()):
-            _end_rdma(peer)
+            self._end_rdma(peer)
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()
@@ -594,8 +598,3 @@ class _ListenersEnd(PlacedEnd):
 
     def broken(self, why: str) -> None:
         self._listener.end(self._peer, why)
-
-
-def _end_rdma(peer: RemotePeer) -> None:
-    if peer.placed is not None:
-        peer.placed.close()

@@ -141,3 +141,13 @@ def test_the_next_group_reads_from_memory_of_its_own(pair: Pair, first: int) -> 
     pair.until(lambda: len(pair.freed) == 2)
     assert pair.came[-1] == bytes([6]) * NBYTES
     assert pair.lanes[-1 if first == 0 else 2].bytes_read == NBYTES
+
+
+def test_who_has_gone_before_the_group_is_known_there_is_forgotten(pair: Pair) -> None:
+    pair.open(1)
+    pair.ask(4)
+    pair.until(lambda: bool(pair.peers[0]._listener._asked_early))
+    pair.peers[1].leave()
+    pair.until(lambda: not pair.peers[0]._listener._asked_early)
+    pair.open(0)
+    assert not pair.agents[1].known
