@@ -594,7 +594,7 @@ class SummationService:
         now = self._loop.time()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
-        elif self._is_draining or now - self._orphaned_since_s >= self._orphan_patience_s:
+        elif self._is_draining or now - self._orphaned_since_s >= orphan_patience_s(self._settings, self._is_unknown):
             self._is_replaced = self._is_unknown
             if self._is_replaced:
                 self._abandon(0, "the scheduler has begun a new job, and no worker of this one is left")
@@ -603,10 +603,6 @@ class SummationService:
             self._abandon(0, "no scheduler and no worker is left")
             return
         self._loop.call_later(_ORPHAN_CHECK_S, self._end_if_orphaned)
-
-    @property
-    def _orphan_patience_s(self) -> float:
-        return _REPLACED_S if self._is_unknown else min(_ORPHAN_S, self._settings.patience_s)
 
     def _abandon(self, status: int, reason: str) -> None:
         self._is_abandoned = not self._has_ended and not self._is_draining
@@ -619,6 +615,16 @@ class SummationService:
         self._has_ended = True
         self._status, self._reason = status, reason
         self._loop.stop()
+
+
+def orphan_patience_s(settings: Settings, is_unknown: bool) -> float:
+    """For how long a server waits without scheduler and workers. ``is_unknown``: a scheduler is there, of another job.
+
+    Where ranks are started again, they leave their group after a loss, and a scheduler that is lost at the same time
+    may take long to come back. The server may have the only copies of the optimizer's states."""
+    if is_unknown:
+        return _REPLACED_S
+    return settings.elastic_timeout_s if settings.max_restarts else min(_ORPHAN_S, settings.patience_s)
 
 
 def in_turn(arrivals: Sequence[T], index: int) -> list[T]:

@@ -22,7 +22,7 @@ from byteps_py.launch.process_plan import free_port
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
-from byteps_py.server.service import SummationService
+from byteps_py.server.service import SummationService, orphan_patience_s
 from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType
 from byteps_py.wire.control_link import ControlEvents
@@ -253,3 +253,11 @@ def test_a_whole_job_through_the_scheduler(control: EventLoop) -> None:
             link.close("the test is over")
         said = [program.communicate(timeout=WAIT_S)[1] for program in programs]
     assert [program.returncode for program in programs] == [0, 0, 0], said
+
+
+def test_a_server_waits_longer_where_ranks_are_started_again() -> None:
+    """A rank and the scheduler are lost at the same time: no worker is connected, and there is no scheduler."""
+    usual, restarted = Settings(), Settings(max_restarts=3, elastic=True, elastic_timeout_s=50.0)
+    assert orphan_patience_s(usual, is_unknown=False) <= 10.0
+    assert orphan_patience_s(restarted, is_unknown=False) == 50.0
+    assert orphan_patience_s(restarted, is_unknown=True) == orphan_patience_s(usual, is_unknown=True) < 10.0
