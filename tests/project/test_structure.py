@@ -184,6 +184,19 @@ def test_streams_of_cuda_are_asked_for_in_one_place() -> None:
 WITH_TORCH = {"torch", "parallel", "tools", "checkpoint", "ray"}
 
 
+def test_only_launchers_fork() -> None:
+    """A process that uses CUDA must not: its children could not. A warm process has imported torch, and no more."""
+    forks = re.compile(r"\bos\.fork\w*\(|\b(get_context|set_start_method|ProcessPoolExecutor)\(")
+    forking = {
+        f"{name}/{path.relative_to(folder)}": path.read_text()
+        for name, folder in FOLDERS.items()
+        for path in folder.rglob("*.py")
+        if forks.search(path.read_text())
+    }
+    assert set(forking) == {"byteps_py/launch/process_guard.py", "byteps_py/launch/warm_process.py"}
+    assert not any(re.search(r"\bcuda\b", text) for text in forking.values())
+
+
 def test_services_and_commands_do_without_torch() -> None:
     """They run on machines that have none."""
     importing = [(module, place) for module, other, place in sources().imports if other.split(".")[0] == "torch"]
