@@ -257,7 +257,7 @@ def new_digester(protection: Protection, key: bytes) -> Digester:
 def new_digest_check(protection: Protection, key: bytes) -> Callable[[bytes, Data], bool]:
     """Says whether a digest is that of a payload, by the Digester of this ``key``."""
     if protection is Protection.OPEN:
-        return lambda digest, payload: bool(xxhash.xxh3_64_digest(payload) == digest)
+        return lambda digest, payload: hmac.compare_digest(xxhash.xxh3_64_digest(payload), digest)
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -265,10 +265,9 @@ def new_digest_check(protection: Protection, key: bytes) -> Callable[[bytes, Dat
 
     def check(digest: bytes, payload: Data) -> bool:
         try:
-            cipher.decrypt(_of_digest(digest[:_COUNT_BYTES]), digest[_COUNT_BYTES:], payload)
-        except InvalidTag:
+            return not cipher.decrypt(_of_digest(digest[:_COUNT_BYTES]), digest[_COUNT_BYTES:], payload)
+        except (InvalidTag, ValueError):  # one that is too short has no nonce
             return False
-        return len(digest) == _DIGEST_BYTES
 
     return check
 

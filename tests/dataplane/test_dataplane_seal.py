@@ -13,7 +13,7 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane import handshake
 from byteps_py.dataplane.handshake import CallerHandshake, ListenerHandshake
-from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_digester, new_seal
+from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_digest_check, new_digester, new_seal
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
@@ -272,3 +272,12 @@ def test_nothing_that_is_printed_shows_a_secret() -> None:
     things = (ENCRYPTED, ENCRYPTED.describe(), caller, keeper, challenge, challenge._said, keeper._keys, *seals)
     for thing in things:
         assert ENCRYPTED.secret not in f"{thing!r} {thing}"
+
+
+@pytest.mark.parametrize("protection", [Protection.OPEN, Protection.SIGNED])
+def test_only_the_whole_digest_of_a_payload_is_right(protection: Protection) -> None:
+    is_right, digest = new_digest_check(protection, KEY), new_digester(protection, KEY)(b"payload")
+    assert is_right(digest, b"payload")
+    assert not is_right(digest, b"Payload")
+    wrong = [digest[:length] for length in range(len(digest))] + [digest + b"\0", bytes(len(digest))]
+    assert not any(is_right(each, b"payload") for each in wrong)
