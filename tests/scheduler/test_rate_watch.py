@@ -144,7 +144,12 @@ def rates_of(job: Traffic) -> list[float]:
 
 @pytest.mark.parametrize(
     ("n", "k", "low"),
-    [(4, 0, {1: 0.3}), (4, 2, {0: 0.3, 5: 0.2}), (8, 0, {3: 0.02}), (8, 0, dict.fromkeys(range(0, 8, 2), 0.05))],
+    [
+        (4, 0, {1: 0.3}),
+        (4, 2, {0: 0.3, 5: 0.2}),
+        pytest.param(8, 0, {3: 0.02}, marks=pytest.mark.slow),
+        pytest.param(8, 0, dict.fromkeys(range(0, 8, 2), 0.05), marks=pytest.mark.slow),
+    ],
 )
 def test_a_link_that_was_measured_too_low_at_the_start_gets_its_share(n: int, k: int, low: dict[int, float]) -> None:
     measured = [MBIT * low.get(machine, 1.0) for machine in range(k + n)]
@@ -164,6 +169,7 @@ def test_a_link_that_was_measured_too_low_at_the_start_gets_its_share(n: int, k:
     assert job.over_optimum < 1.08
 
 
+@pytest.mark.slow
 def test_a_link_that_was_measured_right_is_probed_a_few_times_only_and_watched_as_the_others() -> None:
     measured = [MBIT, 0.75 * MBIT, MBIT, MBIT]
     job = Traffic(random.Random(0), 4, 0, measured=measured)
@@ -190,7 +196,10 @@ def test_a_link_that_becomes_slower_while_its_measurement_is_in_doubt_comes_back
     assert (len(job.epochs), job.over_optimum < 1.08) == (2, True)
 
 
-@pytest.mark.parametrize(("n", "k", "machines"), [(4, 2, [0]), (4, 2, [0, 1]), (8, 0, [5])])
+@pytest.mark.parametrize(
+    ("n", "k", "machines"),
+    [(4, 2, [0]), pytest.param(4, 2, [0, 1], marks=pytest.mark.long), pytest.param(8, 0, [5], marks=pytest.mark.long)],
+)
 def test_a_link_that_looks_slow_and_is_not_is_probed_and_keeps_its_share(n: int, k: int, machines: list[int]) -> None:
     job = traffic(n, k)
     job.lingering = dict.fromkeys(machines, 2.0)
