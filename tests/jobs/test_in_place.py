@@ -77,7 +77,7 @@ KILLS = {
     "again and again": "1:4:forward 1:5:forward 1:6:forward",
 }
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
-IN_SLOW = {"plain": ("all",), "run": ("after",)}
+IN_SLOW: dict[str, tuple[str, ...]] = {"plain": ("all",), "run": ()}
 
 
 @pytest.mark.parametrize(

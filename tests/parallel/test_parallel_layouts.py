@@ -31,7 +31,7 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
             marks=pytest.mark.long,
         ),
         pytest.param(
-            "-np 4 --machines 2 --servers 1", "2x2x2x1 2x1x2x2 1x2x2x2 4x1x2x1:tied=1", marks=pytest.mark.slow
+            "-np 4 --machines 2 --servers 1", "2x2x2x1 2x1x2x2 1x2x2x2 4x1x2x1:tied=1", marks=pytest.mark.long
         ),
         pytest.param("-np 4", "1x1x4x1:schedule=chimera:micro_batches=4 4x1x1x1 1x4x1x1", marks=pytest.mark.long),
     ],

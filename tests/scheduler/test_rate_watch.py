@@ -475,8 +475,8 @@ def test_the_slower_direction_counts() -> None:
     "seeds",
     [
         range(5),
-        pytest.param(range(5, 25), marks=pytest.mark.slow),
-        pytest.param(range(25, 1000), marks=pytest.mark.long),
+        pytest.param(range(5, 10), marks=pytest.mark.slow),
+        pytest.param(range(10, 1000), marks=pytest.mark.long),
     ],
     ids=str,
 )

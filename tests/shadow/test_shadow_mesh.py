@@ -33,7 +33,7 @@ def digests(*jobs: Job) -> dict[tuple[int, int], str]:
 @pytest.mark.parametrize(
     ("layout", "machines", "servers"),
     [
-        pytest.param("2x1x1x2:sharded", 2, 1, marks=pytest.mark.slow),
+        pytest.param("2x1x1x2:sharded", 2, 1, marks=pytest.mark.long),
         pytest.param("2x1x1x2:sharded:by_hand", 2, 1, marks=pytest.mark.long),
         pytest.param("2x1x1x2:machine", 2, 1, marks=pytest.mark.long),
         pytest.param("2x1x1x2:sharded:int8", 2, 1, marks=pytest.mark.long),

@@ -81,8 +81,8 @@ IN_SETS = (
             ("equal", "clips", "states_move"),
             marks=pytest.mark.slow,
         ),
-        pytest.param("-np 2 --machines 2", "0,2;1,3", "machine", IN_SETS, marks=pytest.mark.slow),
-        pytest.param("-np 4", "0,2;1,3", "auto", IN_SETS, marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2", "0,2;1,3", "machine", IN_SETS, marks=pytest.mark.long),
+        pytest.param("-np 4", "0,2;1,3", "auto", IN_SETS, marks=pytest.mark.long),
         pytest.param("-np 1 --machines 4 --servers 1", "0,3;1,2", "sharded", IN_SETS, marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 4 --servers 1", "0,3;1,2", "machine", IN_SETS, marks=pytest.mark.long),
         # Two ranks on one machine and one on the other; the fourth trains alone.
