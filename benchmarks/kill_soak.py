@@ -83,7 +83,7 @@ def steps_for(kills: int) -> int:
 
 
 def faults_of(outcome: Outcome, calm: Outcome) -> list[str]:
-    """What is wrong with a job, beside ``calm``, the one without kills."""
+    """The faults of a job, compared with ``calm``, the one without kills."""
     (_, beyond), (lost, doubled) = outcome.repeated(), outcome.lost_and_doubled()
     same = outcome.weights() == calm.weights() and len(calm.weights()) == outcome.task.ranks
     found = [

@@ -82,8 +82,8 @@ def _digest_key(membership_key: bytes, listener_public: bytes) -> bytes:
 
 
 def payload_digests(settings: Settings, salt: bytes) -> tuple[Digester, Callable[[bytes, Data], bool]]:
-    """What makes digests of payloads that other members read by RDMA, and what checks them. ``salt``: fresh, of the
-    process that makes them: its key is its own."""
+    """Two functions: one makes digests of payloads that other members read by RDMA, and one checks them. ``salt``:
+    fresh, of the process that makes them: its key is its own."""
     protection, key = protection_of(settings), b""
     if protection is not Protection.OPEN:
         key = _derive(salt, _proof_key(auth.membership_key(settings)), b"placed payloads")

@@ -71,9 +71,9 @@ def tcp_counters(descriptor: int) -> TcpCounters | None:
     return TcpCounters(struct.unpack_from("<Q", info, _ACKED)[0], busy_us * _US, unread_us * _US)
 
 
-def of_reads(counters: Mapping[int, TcpCounters]) -> Callable[[int], TcpCounters | None]:
-    """What others have read by RDMA, by descriptor of the connection that tells of it: where that leads to another
-    machine. The messages on it are too small to show a rate."""
+def counters_of_reads(counters: Mapping[int, TcpCounters]) -> Callable[[int], TcpCounters | None]:
+    """A function that returns ``counters`` of a descriptor, those of the bytes that others have read by RDMA, if its
+    connection leads to another machine. The messages on the connection itself are too small to show a rate."""
     return lambda descriptor: counters.get(descriptor) if tcp_counters(descriptor) is not None else None
 
 

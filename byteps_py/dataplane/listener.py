@@ -29,7 +29,7 @@ from byteps_py.config.variables import MOST_RAILS
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.dialer import silence_options
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake, bound_to
-from byteps_py.dataplane.link_usage import UsageMeter, of_reads
+from byteps_py.dataplane.link_usage import UsageMeter, counters_of_reads
 from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.placed_messages import PlacedEnd, PlacedMessages, PlacedTracker
 from byteps_py.dataplane.rdma_lane import RdmaLane
@@ -261,9 +261,8 @@ class DataListener:
         if self._lane is None:
             return self._usage.report(connections)
         peers = self._by_rail.values()
-        return self._usage.report(
-            connections, of_reads({each.descriptor: each.placed.counters for each in peers if each.placed is not None})
-        )
+        found = {each.descriptor: each.placed.counters for each in peers if each.placed is not None}
+        return self._usage.report(connections, counters_of_reads(found))
 
     @property
     def addresses(self) -> list[str]:

@@ -237,15 +237,22 @@ class _Evidence:
         return Seen(math.inf, megabits / longest_s / _APART, sign)
 
 
+class ProbeReason(enum.IntEnum):
+    """Why a link is probed, the most urgent reason first."""
+
+    LOOKS_SLOW = enum.auto()
+    WAS_SLOW = enum.auto()
+    IN_DOUBT = enum.auto()  # its measurement at the start
+
+
 class ProbeOrder(NamedTuple):
-    """A link to probe: its machine, what it seems to carry now, and what it may carry, in Mbit/s. ``is_suspected``: it
-    looks slow."""
+    """A link to probe: its machine, what it seems to carry now, and what it may carry, in Mbit/s."""
 
     number: int
     machine: int
     known_mbit: float
     usual_mbit: float
-    is_suspected: bool = False
+    reason: ProbeReason
 
 
 class UsageWindow:
@@ -434,10 +441,20 @@ class _Link:
         is_open = not is_proven and len(self.shown_mbit) < _MOST_SUSPECT_PROBES
         return is_open and self.seen[-1].sign in (Sign.SENDS, Sign.RECEIVES)
 
-    def suspect_due_s(self, now_s: float, lately: _Lately) -> float:
-        """When to probe it for that."""
-        wait_s = self.hold_s(lately) - HOLD_S + _SUSPECT_S - self.held_s
-        return now_s + max(0.0, wait_s) if self.is_suspected else math.inf
+    def probe_reason(self, now_s: float, lately: _Lately) -> ProbeReason | None:
+        """Why to probe it now; None: nothing asks for that yet."""
+        if self.is_suspected and self.held_s >= self.hold_s(lately) - HOLD_S + _SUSPECT_S:
+            return ProbeReason.LOOKS_SLOW
+        if not self.needs_probes or self.probe_due_s > now_s:
+            return None
+        return ProbeReason.IN_DOUBT if self.doubts else ProbeReason.WAS_SLOW
+
+    def order(self, number: int, machine: int, reason: ProbeReason) -> ProbeOrder:
+        """The probe for that ``reason``."""
+        rates = self.known_mbit, self.usual_mbit
+        if reason is ProbeReason.LOOKS_SLOW:
+            rates = self.new_mbit, self.known_mbit
+        return ProbeOrder(number, machine, *rates, reason)
 
     def answer_suspicion(self, mbit: float) -> bool:
         """A probe has shown that it carries this much, or more: probes do not fill very fast links. True if it is not
@@ -474,7 +491,7 @@ class _Link:
 
     @property
     def _seen_mbit(self) -> float:
-        """What transfers show, of a time when all reports were of the new rate."""
+        """The rate that transfers show, of a time when all reports were of the new one."""
         return statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
 
     @property
@@ -568,7 +585,8 @@ class RateWatch:
                 link.miss(now_s)
         self._epochs_s = [at_s for at_s in self._epochs_s if now_s - at_s < REMEMBERED_S]
         self._cleared_s = [at_s for at_s in self._cleared_s if now_s - at_s < REMEMBERED_S]
-        due = [link for link in self._links.values() if link.is_due(now_s, self._lately)]
+        lately = self._lately
+        due = [link for link in self._links.values() if link.is_due(now_s, lately)]
         changed = {
             machine: link
             for machine, link in self._links.items()
@@ -601,28 +619,28 @@ class RateWatch:
         what they measure. Tell ``probed`` of the result."""
         if now_s < self._settled_s or (self._probe is not None and now_s < self._probe_until_s):
             return None
-        suspects = [(link.suspect_due_s(now_s, self._lately), machine) for machine, link in self._links.items()]
-        due = [(link.probe_due_s, machine) for machine, link in self._links.items() if link.needs_probes]
-        is_suspected = min(suspects, default=(math.inf, -1))[0] <= now_s
-        at_s, machine = min(suspects if is_suspected else due, default=(math.inf, -1))
-        if at_s > now_s:
+        lately = self._lately
+        due = [
+            (reason, link.probe_due_s, machine)
+            for machine, link in self._links.items()
+            if (reason := link.probe_reason(now_s, lately)) is not None
+        ]
+        if not due:
             return None
+        reason, _, machine = min(due)
         link, self._probes = self._links[machine], self._probes + 1
-        if is_suspected:
-            self._probe = ProbeOrder(self._probes, machine, link.new_mbit, link.known_mbit, is_suspected)
-        else:
+        if reason is not ProbeReason.LOOKS_SLOW:
             link.probe_due_s = now_s + PROBE_EVERY_S
-            self._probe = ProbeOrder(self._probes, machine, link.known_mbit, link.usual_mbit)
-        self._probe_until_s = now_s + _PROBE_LIMIT_S
+        self._probe, self._probe_until_s = link.order(self._probes, machine, reason), now_s + _PROBE_LIMIT_S
         return self._probe
 
     def probed(self, machine: int, number: int, mbit: float, now_s: float) -> None:
         """A probe has shown what the link of ``machine`` carries in Mbit/s. That of an earlier epoch is ignored."""
         if self._probe is None or (self._probe.machine, self._probe.number) != (machine, number):
             return
-        is_suspected, self._probe = self._probe.is_suspected, None
+        reason, self._probe = self._probe.reason, None
         link, mbit = self._links[machine], mbit if 0 < mbit < math.inf else 0.0
-        if not is_suspected:
+        if reason is not ProbeReason.LOOKS_SLOW:
             link.probed(mbit, now_s, link.hold_s(self._lately))
         elif link.answer_suspicion(mbit):
             self._cleared_s.append(now_s)

@@ -22,6 +22,7 @@ from byteps_py.scheduler.rate_watch import (
     UNBOUND_S,
     WINDOW_S,
     Change,
+    ProbeReason,
     RateWatch,
     Sign,
     Usage,
@@ -182,6 +183,19 @@ def test_a_link_that_was_measured_right_is_probed_a_few_times_only_and_watched_a
     job.rates[1] = 0.75 * MBIT
     job.run(RESTORED_S)
     assert (len(job.epochs), job.over_optimum < 1.15) == (2, True)
+
+
+def test_a_link_that_was_slow_is_probed_before_those_whose_measurement_is_in_doubt() -> None:
+    watch = RateWatch()
+    known = {0: MBIT, 1: MBIT / 2, 2: MBIT / 2, 3: MBIT / 2}
+    watch.set_rates(known, 0.0, usual_mbit={3: MBIT}, measured={0, 1, 2})
+    found = []
+    for at_s in range(5, 12):
+        if (probe := watch.take_probe(float(at_s))) is not None:
+            found.append((probe.machine, probe.reason))
+            watch.probed(probe.machine, probe.number, MBIT / 2, at_s + 0.5)
+    doubted = [(machine, ProbeReason.IN_DOUBT) for machine in (1, 2)]
+    assert found[:4] == [(3, ProbeReason.WAS_SLOW), *doubted, (3, ProbeReason.WAS_SLOW)]
 
 
 def test_a_link_that_becomes_slower_while_its_measurement_is_in_doubt_comes_back_to_it() -> None:

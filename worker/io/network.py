@@ -9,7 +9,7 @@ import zmq
 
 from byteps_py.arrivals import Order, Place, Turn
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.link_usage import UsageMeter, of_reads
+from byteps_py.dataplane.link_usage import UsageMeter, counters_of_reads
 from byteps_py.dataplane.long_links import round_trip_of
 from byteps_py.errors import (
     ProtocolError,
@@ -246,7 +246,7 @@ class Network:
         if self.rdma is None:
             return self._usage.report(connections)
         found = {each.descriptor: counters for _, each in links if (counters := each.read_counters) is not None}
-        return self._usage.report(connections, of_reads(found))
+        return self._usage.report(connections, counters_of_reads(found))
 
     def link_rates(self) -> pb.InterfaceRates | None:
         """The rates of the machine's link since the last call, if they are known: see LinkRateMeter."""
